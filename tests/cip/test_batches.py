@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from otad.cip import BankProblem, CipProblem, CipSolution, ExactCip, Status, least_smoothness
 from otad.cip import problem as problem_module
+from otad.cip.local.products import products_of
 from otad.errors import SolverError
 from otad.io.mapped_rows import FileRows, in_file
 from otad.model.bank import FeatureBank
@@ -99,6 +100,28 @@ def test_batch_and_chunk_change_nothing(low, mode, generator) -> None:
         at = slice(row, row + 1)
         alone = ExactCip(mode=mode)(rows_of(problem, at))
         assert_same(alone, together.rows(at), rows_of(problem, at), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("with_offsets", [False, True])
+def test_products_of_long_rows(generator, dtype: torch.dtype, with_offsets: bool) -> None:
+    query, anchors, images = (normal(generator, 3, *more, 9_000) for more in ((), (8,), (8,)))
+    problem = CipProblem(query.to(dtype), anchors.to(dtype), images.to(dtype), smoothness=2.0)
+    products = products_of(problem, None, with_offsets=with_offsets)
+    assert len(products.values) > 1
+    query, anchors, images = (vars(problem)[k].double() for k in ("query", "anchors", "images"))
+    offsets, centered = anchors - query[:, None], images - images[:, :1]
+
+    def inner(one: Tensor, other: Tensor) -> Tensor:
+        return torch.einsum("bid,bjd->ijb", one, other)
+
+    expected = [inner(centered, offsets), inner(centered, centered)]
+    expected += [inner(images[:, :1], offsets)[0], offsets.square().sum(2).mT]
+    expected += [images[:, 0].norm(dim=1), inner(offsets, offsets) if with_offsets else None]
+    rounding = 20 * torch.finfo(dtype).eps * 9_000
+    *found, _ = vars(products.gram()).values()
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, atol=rounding, rtol=0.0)
 
 
 def test_threads_change_nothing(generator) -> None:

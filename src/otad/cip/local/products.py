@@ -18,6 +18,8 @@ from otad.cip.local.stream_triton import can_stream, streamed_products
 from otad.cip.protocols import RowProblem
 
 _CACHE_BYTES = 2**20  # of one core: products of cached memory are the fastest
+_SMALL_PRODUCT = 10**6  # multiplications for which OpenBLAS has kernels that copy nothing
+_FEWEST_COLUMNS = 1000  # of a product, because every call takes time
 NOISE = {torch.float32: 2e-7, torch.float64: 1e-13}  # the relative rounding error of a product
 
 
@@ -115,28 +117,35 @@ class Products:
 def products_of(problem: RowProblem, chunk: int | None, *, with_offsets: bool) -> Products:
     """Return the inner products, by one pass over the neighbors.
 
-    `with_offsets` is needed if some strong convexity is not 0."""
+    `with_offsets` is needed if some strong convexity is not 0. On the CPU long rows are cut into
+    parts of some columns."""
     if can_stream(problem):
         return Products(*streamed_products(problem, with_offsets=with_offsets), with_offsets)
     batch, count, dim = problem.shape
     queries, height = problem.query.detach(), 2 * count if with_offsets else count
-    values = queries.new_empty((1, batch, height, 2 * count))
-    squares = queries.new_empty((1, batch, count))
-    whole = as_array(queries), as_array(values)[0], as_array(squares)[0]
+    most, width = batch, dim
+    if queries.is_cpu:
+        fitting = _CACHE_BYTES // (2 * count * queries.element_size())
+        small = min(fitting, _SMALL_PRODUCT // (2 * count * count))
+        most, width = max(1, fitting // dim), min(dim, max(_FEWEST_COLUMNS, small))
+    parts = blocks(dim, width)
+    values = queries.new_empty((len(parts), batch, height, 2 * count))
+    squares = queries.new_empty((len(parts), batch, count))
+    whole = as_array(queries), as_array(values), as_array(squares)
     free: list[Any] = []  # stacks to use again, because new memory costs as much as filling it
 
     @np.errstate(all="ignore")  # rows that overflow are found later
     def work(rows: slice) -> None:
-        query, *out = (part[rows] for part in whole)
+        query, *out = whole[0][rows], whole[1][:, rows], whole[2][:, rows]
         pairs = problem.anchors_of(rows), problem.images_of(rows)
         anchors, images = (as_array(part.to(queries.dtype)) for part in pairs)
-        fitting = _CACHE_BYTES // (2 * count * dim * queries.element_size())
-        most = max(1, fitting) if queries.device.type == "cpu" else len(query)
-        size = min(most, len(query)), 2 * count, dim
+        size = min(most, len(query)), 2 * count, width
         stack = free.pop() if free else as_array(queries.new_empty(size))
         for at in blocks(len(query), len(stack)):
-            arrays = query[at], anchors[at], images[at], stack[: at.stop - at.start]
-            fill_products(*arrays, out[0][at], out[1][at])
+            for part, of in enumerate(parts):
+                arrays = query[at, of], anchors[at, :, of], images[at, :, of]
+                room = stack[: at.stop - at.start, :, : of.stop - of.start]
+                fill_products(*arrays, room, out[0][part, at], out[1][part, at])
         free.append(stack)
 
     run_parts(problem_blocks(problem, chunk), work, queries.device)

@@ -147,7 +147,7 @@ class ExactCip:
         def work(rows: slice) -> tuple[DualSolution, Tensor]:
             part = problem.select(rows)
             products = self.products(part)
-            return self._solve_all(part, products, sensitive), products.squares[0]
+            return self._solve_all(part, products, sensitive), products.squares.sum(0)
 
         found, squares = zip(*run_parts(parts, work, problem.query.device), strict=True)
         columns = zip(*(vars(part).values() for part in found), strict=True)
