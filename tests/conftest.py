@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Generator
+from typing import Any
 
 # Read when the numerical libraries are first imported. The suite runs in parallel processes,
 # and small problems are faster on one thread.
@@ -56,6 +57,19 @@ def brief_reports(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "plot_uri", lambda figure: empty)
     for draw in ("accuracy_curves", "change_bars", "error_curves", "radii_plots", "seconds_bars"):
         monkeypatch.setattr(plots, draw, lambda *given: None)
+
+
+@pytest.fixture
+def brief_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags that vary an attack give it a few steps, and two examples get a planted weakness."""
+    from otad.evaluate import attack_flags, make_attack
+
+    def briefly(name: str, *given: Any, **how: Any) -> Any:
+        return make_attack(name, *given, **how | ({"polish": 5} if name == "soft_knn" else {}))
+
+    monkeypatch.setattr(attack_flags, "make_attack", briefly)
+    monkeypatch.setattr(attack_flags, "STEPS", 3)
+    monkeypatch.setattr(attack_flags, "PLANTS", 2)
 
 
 @pytest.fixture(scope="session")

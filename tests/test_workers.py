@@ -39,9 +39,8 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Executor]:
+def pool(fork_server: None) -> Iterator[Executor]:
     """What a user may bring: it does not recover from a kill."""
-    CONTEXT.set_forkserver_preload(["otad.evaluate"])
     with ProcessPoolExecutor(2, CONTEXT) as made:
         yield made
 

@@ -106,8 +106,8 @@ def test_outputs_change_no_faster_than_the_slope(bend: float) -> None:
     step = torch.randn(40, 4, generator=torch.Generator().manual_seed(6)).double()
     before, closest = model.solve(start).solution.image.detach(), 0.0
     for row, slope in zip(rows, slopes, strict=True):
-        for size in (3.0, 0.3, 1e-3):
-            for _ in range(6):
+        for size in (3.0, 1e-3):
+            for _ in range(4):
                 step = (size * step / step.norm(dim=1, keepdim=True)).detach().requires_grad_()
                 moved = model.solve(start + rule.stretch * step).solution.image
                 value = ((moved - before) @ row).abs()
@@ -120,18 +120,16 @@ def test_outputs_change_no_faster_than_the_slope(bend: float) -> None:
 
 @pytest.mark.parametrize("name", ["least L", "curved down", "other scales", "points left out"])
 def test_every_answer_is_in_its_interval(name: str) -> None:
-    reached = 0.0
-    for seed in range(2):
-        model = global_model(seed, task="regression", **SETTINGS[name])
-        x = queries(model, 20, seed)
-        slope = float(rule_of(model).slope(model.backbone.head.weight.detach().double()))
-        for eps in (0.0, 0.05, 0.5):
-            found, answers = certify_values(model, x, eps), answers_around(model, x, eps)
-            assert bool((answers.amin(1) >= found.low).all())
-            assert bool((answers.amax(1) <= found.high).all())
-            assert bool((found.high - found.low <= 2 * eps * slope + 2e-3).all())
-            span = (answers.amax(1) - answers.amin(1)) / (found.high - found.low)
-            reached = max(reached, float(span.max()) if eps else 0.0)
+    reached, model = 0.0, global_model(0, task="regression", **SETTINGS[name])
+    x = queries(model, 20, 0)
+    slope = float(rule_of(model).slope(model.backbone.head.weight.detach().double()))
+    for eps in (0.0, 0.05, 0.5):
+        found, answers = certify_values(model, x, eps), answers_around(model, x, eps)
+        assert bool((answers.amin(1) >= found.low).all())
+        assert bool((answers.amax(1) <= found.high).all())
+        assert bool((found.high - found.low <= 2 * eps * slope + 2e-3).all())
+        span = (answers.amax(1) - answers.amin(1)) / (found.high - found.low)
+        reached = max(reached, float(span.max()) if eps else 0.0)
     assert reached > 0.25, "a quarter of such an interval would not hold"
 
 

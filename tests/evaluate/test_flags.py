@@ -147,10 +147,10 @@ def test_checks_of_a_model(model: nn.Module, check: Check, verdict: str) -> None
 @pytest.mark.parametrize(
     "make",
     [
-        two_sides,
-        lambda: two_sides(scope="global", points=120, examples=40),
-        lambda: (stairs(), *blobs(40, 2)),
-        lambda: (keyed_model()[0], *tiles(40, 7)),
+        lambda: two_sides(examples=12),
+        lambda: two_sides(scope="global", points=60, examples=12),
+        lambda: (stairs(), *blobs(12, 2)),
+        lambda: (keyed_model()[0], *tiles(12, 7)),
     ],
     ids=["local", "global", "stairs", "keys"],
 )
@@ -239,6 +239,7 @@ def in_double(scope: str) -> tuple[nn.Module, Tensor, Tensor]:
     ],
     ids=["local", "knn", "local 64", "global 64", "global", "lifted", "knn of global"],
 )
+@pytest.mark.usefixtures("brief_flags")
 def test_a_planted_weakness_is_found_by_attacks_that_know_the_bank(make: Any) -> None:
     model, x, y = make()
     ball = L2(0.1, (-1.0 if float(x.min()) < 0 else 0.0, 1.0))

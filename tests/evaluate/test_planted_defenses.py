@@ -24,7 +24,7 @@ from otad.nets import Backbone, FCResNet, fc_resnet
 
 BALL = L2(0.4, (0.0, 1.0))
 QUICK = Keys(losses=("rank",), steps=10, targets=1, temperatures=(0.1,), restarts=1, polish=0)
-SOFT = SoftKnn(temperatures=(0.1,), targets=1, steps=20, polish=0)
+SOFT = SoftKnn(temperatures=(0.1,), targets=1, steps=10, polish=0)
 HIDDEN, RANDOM, BATCH = flags.hidden_gradient, flags.randomness, flags.batch_independence
 CHECKS = (flags.gradient_share, HIDDEN, BATCH, RANDOM)
 

@@ -81,6 +81,7 @@ def test_evaluation(kind: str) -> None:
     assert differences(evaluation_answers(record), kept) == []
 
 
+@pytest.mark.usefixtures("brief_flags")
 @pytest.mark.parametrize("kind", FLAGGED)
 def test_flags(kind: str) -> None:
     golden, case = read_arrays(HERE / f"{kind}.npz"), CASES[kind]

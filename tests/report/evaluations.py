@@ -163,7 +163,7 @@ class Attacked(NamedTuple):
     report: Report
 
 
-def of_digits(small: Small, folder: Path, n: int = 40) -> Attacked:
+def of_digits(small: Small, folder: Path, n: int = 20) -> Attacked:
     """By two weak attacks, with the flags of `by_hand`."""
     model, x, y = small.model, small.dataset.test_x[:n], small.dataset.test_y[:n]
     attacks = [Straight(points=2), Pgd(steps=5)]
