@@ -196,7 +196,7 @@ HUGE = (
 def test_json_is_bounded(tmp_path: Path, text: str) -> None:
     path = tmp_path / "card.json"
     path.write_text(text)
-    with pytest.raises(InputError, match=r"card\.json: expected a record in JSON"):
+    with pytest.raises(InputError, match=r"card\.json: expected JSON"):
         read_json(path)
     with pytest.raises(InputError, match=r"card\.json"):
         otad.load(tmp_path)

@@ -89,7 +89,7 @@ def read_json(path: Path) -> Any:
     try:
         text = _text(path, _MOST_BYTES)
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: expected a record in JSON, got: {error}") from error
+        raise InputError(f"{path}: expected JSON, got: {error}") from error
     return parse_json(text, str(path))
 
 
@@ -98,7 +98,7 @@ def parse_json(text: str, name: str) -> Any:
     try:
         return _bounded(json.loads(text))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{name}: expected a record in JSON, got: {error}") from error
+        raise InputError(f"{name}: expected JSON, got: {error}") from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -110,29 +110,33 @@ def create_app(
     limits: dict[str, Any] = {"max_queue": max_queue, "max_request_bytes": max_request_bytes}
     limits |= {"token": token, "hosts": hosts, "timeout": float(timeout)}
     app.add_middleware(Gate, queue=queue, metrics=metrics, **limits)
-    _add_errors(app, timeout)
+    _add_errors(app, timeout, paths_of(served)[0])
     _add_health(app, served)
     _add_inference(app, served, queue, metrics)
     add_explorer(app, served, queue)
     return app
 
 
-def _add_errors(app: FastAPI, timeout: float) -> None:
-    answers: dict[Any, Callable[[Any], JSONResponse]] = {
-        InputError: lambda error: refusal(400, str(error)),
-        OtadError: lambda error: refusal(422, str(error)),  # rows that cannot be solved
-        TimeoutError: lambda error: refusal(
+def _add_errors(app: FastAPI, timeout: float, example: str) -> None:
+    def misplaced(request: Request, error: HTTPException) -> str:
+        if allowed := (error.headers or {}).get("Allow"):
+            return f"method: expected {allowed}, got {request.method}"
+        got = repr(request.url.path[:80])
+        return f"path: expected one that /docs lists, such as {example}, got {got}"
+
+    answers: dict[Any, Callable[[Request, Any], JSONResponse]] = {
+        InputError: lambda _, error: refusal(400, str(error)),
+        OtadError: lambda _, error: refusal(422, str(error)),  # rows that cannot be solved
+        TimeoutError: lambda _, error: refusal(
             504, f"timeout: expected an answer within {timeout:g} seconds, got none"
         ),
-        HTTPException: lambda error: refusal(
-            error.status_code, f"path: expected one that /docs lists, got: {error.detail}"
-        ),
-        Exception: lambda error: refusal(500, "internal error"),
+        HTTPException: lambda request, error: refusal(error.status_code, misplaced(request, error)),
+        Exception: lambda _, error: refusal(500, "internal error"),
     }
     for kind, answer in answers.items():
 
         async def handle(request: Request, error: Exception, answer: Any = answer) -> Response:
-            return answer(error)  # type: ignore[no-any-return]
+            return answer(request, error)  # type: ignore[no-any-return]
 
         app.add_exception_handler(kind, handle)
 

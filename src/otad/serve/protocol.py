@@ -182,7 +182,8 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 
 def _objects(value: Any, where: str) -> list[dict[str, Any]]:
-    require(isinstance(value, list), where, "a list of JSON objects", type(value).__name__)
+    got = "none" if value is None else type(value).__name__
+    require(isinstance(value, list), where, "a list of JSON objects", got)
     return [_object(item, f"{where}[{place}]") for place, item in enumerate(value)]
 
 
