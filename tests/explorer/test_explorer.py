@@ -151,9 +151,9 @@ def test_hostile_requests_are_refused_and_change_nothing() -> None:
             "an object .* got list": "[1, 2]",
             r"an object .* got \['input', 'path'\]": '{"input": [], "path": "/etc/passwd"}',
             "bounds .* got values from -1.0 to 2.0": '{"input": [2, 0, 0, 0, -1]}',
-            "JSON": '{"input": [1e999, 0, 0, 0, 0]}',
+            "JSON, .* inf": '{"input": [1e999, 0, 0, 0, 0]}',
             "JSON, got": b"\xff\xfe{",
-            "in JSON, got": "[" * 100_000,
+            "JSON, got: max": "[" * 100_000,
         }
         for expected, body in bad.items():
             reply = client.post("/explore", content=body)

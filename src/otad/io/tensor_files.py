@@ -163,5 +163,5 @@ def _read_seal(path: Path) -> tuple[int, str, str]:
 
 
 def _compare(path: Path, stored: str, found: str) -> None:
-    damaged = f"{found}: the file is damaged; delete it, or take it from a copy"
+    damaged = f"{found}: the file is damaged; take it from a copy, or make it again"
     require(stored == found, str(path), f"contents with checksum {stored}", damaged)
