@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -86,7 +87,7 @@ def evaluate(
         counts if it is wrong over ten new draws. A module whose gradient is not its derivative,
         such as `otad.baselines.Purified`, declares it by `straight_through = True`.
     x : Tensor, array, DataFrame or DataLoader (n, *input_shape)
-        Examples. A DataLoader yields x and y.
+        Examples. A DataLoader yields x and y. A warning counts those that are training points.
     y : Tensor or array (n,)
         The right answers: class numbers (for an estimator, its labels), or values.
     threat : LpBall
@@ -167,6 +168,7 @@ def evaluate(
     constants = {"embedding_lipschitz": embedding_lipschitz, "metric_lipschitz": metric_lipschitz}
     check_constants(model, constants)
     task = "regression" if y.is_floating_point() else "classification"
+    _warn_of_training_points(model, x, batch_size)
     chosen, missing = suite(model, attacks, x.shape[1:], task, threat, train_x)
     for name in skip_proved:
         check_choice(name, "skip_proved", [attack.name for attack in chosen])
@@ -253,6 +255,21 @@ def evaluate(
         if alone is not None:
             alone.write(place / UNDEFENDED / "evaluation.json")
     return found
+
+
+@torch.no_grad()
+def _warn_of_training_points(model: nn.Module, x: Tensor, batch_size: int) -> None:
+    """Say how many examples are points of the bank, whose answers the model has stored."""
+    defended = defended_of(model)
+    if defended is None:
+        return
+    known = sum(int((defended.distance(batch) == 0).sum()) for batch in x.split(batch_size))
+    if known:
+        warnings.warn(
+            f"x: {known} of {len(x)} examples are training points of the model, whose answers it "
+            "has stored; evaluate on others",
+            stacklevel=6,
+        )
 
 
 def _answer(context: FlagContext, check: Check) -> Flag:
