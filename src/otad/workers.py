@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import threading
 import traceback
 import warnings
@@ -26,7 +27,6 @@ from concurrent.futures import (
 )
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -258,7 +258,7 @@ class _Settings(NamedTuple):
 
 @cache
 def _versions() -> tuple[str, str]:
-    return version("otad"), torch.__version__
+    return sys.modules["otad"].__version__, torch.__version__  # works without an installation too
 
 
 class _Outcome(NamedTuple):
