@@ -65,7 +65,7 @@ def campaign(kind: str, numbers: range, seed: int) -> tuple[Counter[str], list[s
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "least"), [("calls", 1200, 130), ("commands", 120, 10), ("folders", 60, 20)]
+    ("kind", "count", "least"), [("calls", 600, 130), ("commands", 60, 10), ("folders", 40, 20)]
 )
 @pytest.mark.usefixtures("brief_reports")
 def test_only_results_and_clear_errors(kind, count, least, tmp_path, monkeypatch) -> None:
