@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 # Read when the numerical libraries are first imported. The suite runs in parallel processes,
@@ -35,6 +36,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of workers come first: at the end, where the processes of the suite share what is left,
+    each of them would start a cluster of its own."""
+    items.sort(key=lambda item: item.path != WORKERS)
+
+
+WORKERS = Path(__file__).with_name("test_workers.py")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
