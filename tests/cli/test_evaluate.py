@@ -238,7 +238,7 @@ def test_a_table_with_units_and_immutable_features(
     assert 0 < errors["0.1"] <= errors["0.2"] <= printed["mean_certified_error"]
     assert "images" in printed["missing"]["square"]
     shown = terminal.text(*command, "--force")
-    for text in ("not run: square", "clean mse, otad", "certified |f - y| at 0.2"):
+    for text in ("not run: square", "clean mse, defended model", "certified |f - y| at 0.2"):
         assert text in shown
 
 

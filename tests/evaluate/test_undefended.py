@@ -114,7 +114,7 @@ def test_models_without_a_network_say_so() -> None:
     frame = lifted_net((3,), 2, blocks=0)
     points = prototype_net(frame, x, y, neighbors=1)
     model = OTAD(points, points.bank(), scope="global", n_neighbors=5).eval()
-    with pytest.warns(UserWarning, match="x: 40 of 40 examples are training points"):
+    with pytest.warns(UserWarning, match="x: 40 of 40 examples equal training points"):
         found = evaluate(model, x, y, L2(0.1), attacks=[RandomNoise(draws=3)], flags=False)
     assert found.undefended is None
     assert "no network" in found.undefended_reason

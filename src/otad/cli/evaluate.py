@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from otad.cli.outputs import STDOUT, check_out
 from otad.cli.sources import TrainedNet, module_of, open_model_or_net, training_inputs
 from otad.evaluate import ATTACKS, PRESETS
 from otad.evaluate import evaluate as evaluate_model
+from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation
 from otad.io.codec import to_plain
 from otad.model.folder import note_evaluation
@@ -29,6 +31,12 @@ from otad.report.page import Report
 HOW = (
     "skip_proved", "embedding_lipschitz", "metric_lipschitz", "within_bounds", "seed", "batch_size",
 )  # fmt: skip
+_NAMES = {
+    DEFENDED: "defended model",
+    NET: "network alone",
+    MAJORITY: "k-NN by majority",
+    MEAN_FEATURE: "k-NN by mean feature",
+}
 
 
 def evaluate(
@@ -112,7 +120,8 @@ def evaluate(
     how |= {"eps": sorted(radii), "attacks": list(attack) if attack else suite, "train_x": train_x}
     how |= {"survivors_only": not all_rows, "flags": not no_flags}
     how["folder"] = None if out == STDOUT else out
-    with opt.executor_of(jobs, cluster, device) as executor:
+    with opt.executor_of(jobs, cluster, device) as executor, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* equal training points")  # `open_examples` said so
         evaluation = evaluate_model(module_of(model), x, y, threat, executor=executor, **how)
     if card and defended is not None:
         about = {"interface": defended.interface()}
@@ -182,7 +191,7 @@ def _record(evaluation: Evaluation) -> dict[str, object]:
 def _facts(evaluation: Evaluation) -> dict[str, str]:
     alone = evaluation.undefended
     facts = {
-        f"clean {score.metric}, {name}": describe_score(score)
+        f"clean {score.metric}, {_NAMES.get(name, name)}": describe_score(score)
         for name, score in evaluation.clean.items()
     }
     for eps in evaluation.eps:
@@ -207,9 +216,7 @@ def _facts(evaluation: Evaluation) -> dict[str, str]:
             facts[f"certified at {radius} within bounds"] = describe_score(proved)
     facts["attacks"] = ", ".join(dict.fromkeys(record.attack for record in evaluation.attacks))
     facts |= {f"not run: {name}": reason for name, reason in evaluation.missing.items()}
-    checks = evaluation.checks
-    verdicts = [flag.verdict for flag in checks]
-    counts = {verdict: verdicts.count(verdict) for verdict in (PASS, FAIL, NOT_RUN)}
-    facts["flags"] = describe_counts(counts)
+    count, checks = evaluation.verdicts, evaluation.checks
+    facts["flags"] = describe_counts({name: count[name] for name in (PASS, FAIL, NOT_RUN)})
     failed = {f"FAIL: {flag.name}": flag.found for flag in checks if flag.verdict == FAIL}
     return facts | failed | {"time": f"{evaluation.seconds:.0f} s"}

@@ -21,6 +21,7 @@ from otad.data.registry import find_first
 from otad.data.user_files import as_inputs, as_targets
 from otad.errors import InputError
 from otad.model.otad import OTAD
+from otad.model.training_inputs import copies_of_bank
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,12 +105,9 @@ def open_examples(
         x = torch.cat([inputs.row(row) for row in chosen])
     device = model.backbone.mean.device
     x = model.backbone.check_inputs(x.to(device))
-    if source != "test" and isinstance(model, OTAD):
-        with torch.no_grad():
-            near = [model.neighbors(model.query_keys(part)).distances for part in x.split(1000)]
-        if copies := int((torch.cat(near)[:, 0] == 0).sum()):
-            known = f"{copies} of the {len(x)} rows are training points of the model"
-            remark(f"note: {known}. Scores on them do not apply to new data")
+    if source != "test" and isinstance(model, OTAD) and (copies := copies_of_bank(model, x)):
+        known = f"{copies} of the {len(x)} rows are training points of the model"
+        remark(f"note: {known}. Scores on them do not apply to new data")
     names = tuple(inputs.names[row] for row in chosen)
     return Examples(source, names, x, None if y is None else y[torch.tensor(chosen)].to(device))
 

@@ -255,11 +255,10 @@ class Evaluation:
             found += f"{fmean(self.worst_errors()):.4g} in the worst case"
         sizes = f"{self.n} examples, {self.threat['norm']} eps {self.headline_eps:g}"
         count, attacks = self.verdicts, len({one.attack for one in self.attacks})
-        flags = f"{count[FAIL]} of {count[PASS] + count[FAIL]} flags failed"
-        if failed := [one.name for one in self.checks if one.verdict == FAIL]:
-            flags += f" ({', '.join(failed)})"
-        if count[NOT_RUN]:
-            flags += f", {count[NOT_RUN]} not run"
+        failed = [one.name for one in self.checks if one.verdict == FAIL]
+        flags = f"{len(failed)} of {count[PASS] + len(failed)} flags failed"
+        flags += f" ({', '.join(failed)})" if failed else ""
+        flags += f", {count[NOT_RUN]} not run" if count[NOT_RUN] else ""
         return f"Evaluation({sizes}: {found}; {attacks} attacks, {flags})"
 
     @property

@@ -39,6 +39,7 @@ from otad.io.tensor_files import write_tensors
 from otad.model.account import AccountBuilder, SolverAccount
 from otad.model.conversion import ArrayLike, Estimator, converted
 from otad.model.otad import OTAD
+from otad.model.training_inputs import copies_of_bank
 from otad.progress import with_attack_bar
 from otad.scores import Score, score_of
 from otad.workers import Workers, working
@@ -168,7 +169,9 @@ def evaluate(
     constants = {"embedding_lipschitz": embedding_lipschitz, "metric_lipschitz": metric_lipschitz}
     check_constants(model, constants)
     task = "regression" if y.is_floating_point() else "classification"
-    _warn_of_training_points(model, x, batch_size)
+    if (defended := defended_of(model)) is not None and (copies := copies_of_bank(defended, x)):
+        known = f"x: {copies} of {len(x)} examples equal training points of the model"
+        warnings.warn(f"{known}. Scores on them do not apply to new data", stacklevel=5)
     chosen, missing = suite(model, attacks, x.shape[1:], task, threat, train_x)
     for name in skip_proved:
         check_choice(name, "skip_proved", [attack.name for attack in chosen])
@@ -255,21 +258,6 @@ def evaluate(
         if alone is not None:
             alone.write(place / UNDEFENDED / "evaluation.json")
     return found
-
-
-@torch.no_grad()
-def _warn_of_training_points(model: nn.Module, x: Tensor, batch_size: int) -> None:
-    """Say how many examples are points of the bank, whose answers the model has stored."""
-    defended = defended_of(model)
-    if defended is None:
-        return
-    known = sum(int((defended.distance(batch) == 0).sum()) for batch in x.split(batch_size))
-    if known:
-        warnings.warn(
-            f"x: {known} of {len(x)} examples are training points of the model, whose answers it "
-            "has stored; evaluate on others",
-            stacklevel=6,
-        )
 
 
 def _answer(context: FlagContext, check: Check) -> Flag:

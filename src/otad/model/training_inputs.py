@@ -32,3 +32,9 @@ def check_training_inputs(model: OTAD, train_x: object, rows: Tensor | None = No
     found = f"others in row {rows[int(off.int().argmax())]}"
     require(not off.any(), "train_x", "the inputs the bank was made from, in its order", found)
     return train_x
+
+
+@torch.no_grad()
+def copies_of_bank(model: OTAD, x: Tensor) -> int:
+    """Return how many inputs equal a point of the bank, as far as neighbors are concerned."""
+    return sum(int((model.distance(part) == 0).sum()) for part in x.split(1000))

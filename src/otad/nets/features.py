@@ -192,8 +192,7 @@ def with_module(config: Any, net: nn.Module | None) -> Any:
     if net is None and isinstance(described, Mapping) and "class" in described:
         raise InputError(
             f"net: expected a module of the class {described['class']}, whose code the folder does "
-            "not contain, got None: load it in Python, otad.load(folder, net="
-            f"{str(described['class']).rpartition('.')[2]}())"
+            "not contain, got None: load it in Python with one, otad.load(folder, net=...)"
         )
     return {**config, "net": described if net is None else net}
 
