@@ -49,9 +49,9 @@ EVERY = GLOBAL | {"local": local_model}  # with one neighbor: the map is piecewi
 def test_region_finds_the_distance_of_a_fine_grid(make, rows, seed, slack, generator) -> None:
     """With one neighbor, and with tangents alone: they meet half-way between two features, where
     the head of the stairs turns."""
-    model, x = make(15), blobs(rows, seed)[0]
+    model, x = make(10), blobs(rows, seed)[0]
     y = model(x).argmax(1)
-    attack = Region(singles=15, opponents=15, classes=1, sizes=(1,), rounds=1, polish=0)
+    attack = Region(singles=10, opponents=10, classes=1, sizes=(1,), rounds=1, polish=0)
     for one, true in enumerate(true_distances(model, x, y, 160).tolist()):
         for eps, breaks in ((1.05 * true + slack, True), (max(0.0, 0.97 * true - 0.006), False)):
             found = attack(model, x[[one]], y[[one]], L2(eps, BOX), generator=generator)
