@@ -91,8 +91,8 @@ def check_settings(
     In local scope the answerer of these settings is returned. `dim` is the dimension of the bank,
     if it is known."""
     for name in unknown:
-        known = "scope, smoothness, strong_convexity, solver, potential"
-        raise InputError(f"options: expected a known one, such as {known}, got {name!r}")
+        known = "scope, smoothness, strong_convexity, solver and potential"
+        raise TypeError(f"unexpected keyword argument {name!r}; others are {known}")
     local, spares = None, 0
     if is_global(scope):
         for name, given in (("solver", solver), ("metric", metric)):
