@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from otad import workers
 from otad.errors import InputError
 from otad.evaluate import Evaluation
-from otad.experiments import reproduce_together
 
 ATTACKS = (Walk(), Wander())
 START_METHOD = "fork"  # in a process that itself starts others: a server takes seconds to start
@@ -42,6 +41,8 @@ def assess_until(batches: int, folder: Path, shared: Path) -> None:
 
 def reproduce_with_two(path: Path, out: Path) -> None:
     """Reproduce an experiment with two processes."""
+    from otad.experiments import reproduce_together  # which other processes do not need
+
     workers.START_METHOD = START_METHOD
     reproduce_together([path], executor=2, out=out)
 
