@@ -239,7 +239,7 @@ def test_other_options_are_refused() -> None:
     metric = otad.nets.CNNMetric((3, 8, 8), widths=(2, 2), key_dim=2)
     match = r"metric: .*\(1, 8, 8\).*got one for \(3, 8, 8\)"
     refuses(otad.defend, make("own CNN"), *data("own CNN"), match=match, metric=metric)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'smothness'; .*smoothness"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'smothness'; .*smoothness"):
         otad.defend(make("own CNN"), *data("own CNN"), smothness=3.0)
 
 
