@@ -20,6 +20,14 @@ def test_wilson_interval(successes: int, n: int) -> None:
     assert wilson_interval(successes, n) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
 
 
+def test_an_interval_contains_its_share() -> None:
+    """Rounding took 1 from the intervals of 10 of 10 and 13 of 13."""
+    for n in range(1, 200):
+        for successes in (0, 1, n - 1, n):
+            low, high = wilson_interval(successes, n)
+            assert low <= successes / n <= high
+
+
 def test_accuracy_is_in_percent() -> None:
     outputs = torch.eye(4)[torch.tensor([0, 1, 2, 3, 3])]
     score = score_of(outputs, torch.tensor([0, 1, 2, 3, 0]))

@@ -103,4 +103,4 @@ def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, flo
     share = successes / n
     center = (share + z * z / (2 * n)) / (1 + z * z / n)
     reach = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, center - reach), min(1.0, center + reach)
+    return max(0.0, min(share, center - reach)), min(1.0, max(share, center + reach))
