@@ -23,6 +23,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from otad.checks import require
 from otad.errors import OtadError
+from otad.threads import run_on_threads
+
+_BYTES_AT_ONCE = 2**23  # that a thread reads, which takes longer than to start it
 
 
 class FileRows:
@@ -46,12 +49,18 @@ class FileRows:
         _check_rows(rows, self.shape[0], str(self.path))
         # Python integers: 32 bits cannot count the bytes of a large file.
         places = [self.offset + row * self.row_bytes for row in rows.tolist()]
-        if hasattr(os, "posix_fadvise"):  # the disk may fetch them all at once
-            for place in places:
-                os.posix_fadvise(self._file, place, self.row_bytes, os.POSIX_FADV_WILLNEED)
         found, memory = self._empty(len(places), pinned)
-        for start, place in enumerate(places):
-            self._fill(memory[start * self.row_bytes : (start + 1) * self.row_bytes], place)
+        size = max(1, _BYTES_AT_ONCE // max(1, self.row_bytes))
+
+        def read_some(first: int) -> None:
+            some = places[first : first + size]
+            if hasattr(os, "posix_fadvise"):  # the disk may fetch them all at once
+                for place in some:
+                    os.posix_fadvise(self._file, place, self.row_bytes, os.POSIX_FADV_WILLNEED)
+            for row, place in enumerate(some, first):
+                self._fill(memory[row * self.row_bytes : (row + 1) * self.row_bytes], place)
+
+        run_on_threads(range(0, len(places), size), read_some)
         return found
 
     def block(self, start: int, stop: int) -> Tensor:
