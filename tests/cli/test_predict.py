@@ -163,6 +163,11 @@ def test_refused_inputs_leave_no_file(workshop: Path, body_model: otad.OTAD) -> 
         (digits, "bright.npz", "bounds (0.0, 1.0)"),
         (digits, "images", "got an empty folder"),
         ("absent", "test", "absent: expected a model folder with card.json"),
+        (
+            workshop / "digits-net",
+            "test",
+            "give this folder to `otad defend`",
+        ),
     ):
         assert message in terminal.refuse("predict", model, source, "--out", "p.csv")
         assert not list(Path().glob("*p.csv*"))

@@ -55,4 +55,5 @@ def test_a_token_comes_from_a_file_or_the_environment(
 
 
 def test_a_folder_without_a_model_is_refused() -> None:
-    assert "folder: expected a model folder, got nothing" in terminal.refuse("serve", "nothing")
+    message = terminal.refuse("serve", "nothing")
+    assert "nothing: expected a model folder with card.json, got none" in message

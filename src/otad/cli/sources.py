@@ -28,10 +28,10 @@ from otad.model.loading import load
 from otad.model.otad import OTAD
 from otad.model.training_inputs import check_training_inputs
 from otad.nets import Backbone, build
+from otad.nets.files import NET_FILE
 from otad.nets.inputs import restored
 from otad.training.config import check_seed
 
-NET_FILE = "net.safetensors"
 RECORD_FILE = "training.json"
 
 

@@ -12,7 +12,6 @@ from otad.cli import options as opt
 from otad.cli.console import remark, show
 from otad.cli.outputs import check_out, start_anew
 from otad.cli.sources import (
-    NET_FILE,
     RECORD_FILE,
     DataChoice,
     TrainedNet,
@@ -22,6 +21,7 @@ from otad.cli.sources import (
 from otad.data import Dataset, Standardizer, names, split
 from otad.data.encoding import TableEncoding
 from otad.nets import Backbone
+from otad.nets.files import NET_FILE
 from otad.processes import is_first, works_together
 from otad.scores import score_text
 from otad.training import RECIPES, TrainConfig, TrainResult, fit_backbone

@@ -26,6 +26,7 @@ from otad.io.tensor_files import fingerprint, fingerprint_of, read_tensors, writ
 from otad.model.bank import FeatureBank
 from otad.model.bank_shards import remove_shards
 from otad.model.model_card import README, EvaluationLike, add_evaluation, write_readme
+from otad.nets.files import NET_FILE
 
 CARD = "card.json"
 LOCK = ".lock"
@@ -161,7 +162,10 @@ def refuse_foreign_card(folder: Path) -> None:
 def read_card(folder: str | Path) -> dict[str, Any]:
     """Return the content of card.json, after its format, version and checksum were checked."""
     path = Path(folder) / CARD
-    require(path.exists(), str(folder), f"a model folder with {CARD}", "none")
+    is_net = (path.parent / NET_FILE).is_file()
+    undefended = "a network without a defense: give this folder to `otad defend` first"
+    got = undefended if is_net else "none"
+    require(path.exists(), str(folder), f"a model folder with {CARD}", got)
     card = read_json(path)
     found = isinstance(card, Mapping) and (card.get("format"), card.get("version"))
     known = f"{FORMAT} of version {', '.join(map(str, VERSIONS))}"

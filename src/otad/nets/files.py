@@ -10,6 +10,8 @@ from otad.io.tensor_files import read_tensors, write_tensors
 from otad.nets.base import Backbone, build
 from otad.nets.inputs import restored
 
+NET_FILE = "net.safetensors"  # in the folder that `otad train` writes
+
 
 def save_net(net: Backbone, path: Path, **about: Any) -> None:
     """Write a backbone to a safetensors file, with its config in the header.

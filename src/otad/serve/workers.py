@@ -81,10 +81,12 @@ def run(
     ...     run("no-such-folder")
     ... except ValueError as error:
     ...     print(error)
-    folder: expected a model folder, got no-such-folder
+    no-such-folder: expected a model folder with card.json, got none
     """
     if not (Path(folder) / "card.json").is_file():
-        raise InputError(f"folder: expected a model folder, got {folder}")
+        from otad.model.folder import read_card  # imports torch, which a parent does without
+
+        read_card(folder)  # says what the folder is instead
     if workers < 1 or not 0 <= port < 2**16:
         expected = "at least one worker and a port from 0 to 65535"
         raise InputError(f"workers, port: expected {expected}, got {workers}, {port}")
