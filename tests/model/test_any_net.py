@@ -69,6 +69,7 @@ def test_end_to_end(name: str, tmp_path: Path) -> None:
         refuses(otad.load, tmp_path, match=r"net: .*architectures\.\w+, .*otad\.load\(folder, net=")
     again = otad.load(tmp_path, net=make(name, seed=4))  # its weights are replaced
     assert torch.equal(again(x), before)
+    assert repr(again) == repr(model)  # with as many weights: layers stay shared
     assert again.notes == model.notes
     attacks = [otad.attacks.Pgd(steps=2), otad.attacks.RandomNoise(draws=2)]
     found = otad.evaluate(again, x, y, threat=otad.L2(0.3), attacks=attacks, flags=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,12 @@ class SequentialBackbone(Backbone):
         with torch.random.fork_rng(devices=[]):  # new layers draw weights by the global generator
             embed, *blocks = [restore(part) for part in parts]
             head = nn.Linear(*head_shape)
+        for part in (embed, *blocks):
+            if isinstance(part, Features):
+                layer = cast(nn.Linear, part.net.get_submodule(part.head))
+                sizes = layer.in_features, layer.out_features, layer.bias is not None
+                if sizes == head_shape and isinstance(layer.weight, nn.Parameter):
+                    head = layer  # as in `adapted`, one layer for both
         if not any(isinstance(part.get("net"), nn.Module) for part in parts):
             check_activations([embed, *blocks], rest["input_shape"])
         return cls(embed, blocks, head, **rest)

@@ -170,8 +170,20 @@ def restored(
     with _built_within(state):
         net = make(config)
     with refusing("net: expected weights that fit its config"):
-        net.load_state_dict(state, assign=True)
+        net.load_state_dict(_shared(net, state), assign=True)
     return net.eval()
+
+
+def _shared(net: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state with one parameter for all places where a network uses the same one, as
+    far as the state has equal numbers for them. Otherwise each place would get its own copy."""
+    found, first, made = dict(state), dict[int, str](), dict[str, nn.Parameter]()
+    for name, weight in net.named_parameters(remove_duplicate=False):
+        origin = first.setdefault(id(weight), name)
+        known = origin in state and name in state
+        if known and (origin == name or torch.equal(state[origin], state[name])):
+            found[name] = made.setdefault(origin, nn.Parameter(state[origin]))
+    return found
 
 
 @contextmanager
