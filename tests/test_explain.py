@@ -220,7 +220,7 @@ def test_another_embedding_needs_the_training_inputs() -> None:
     assert "inputs" not in blind.to_dict(inputs=True)["neighbors"][0]
     with pytest.raises(InputError, match="train_x: expected"):
         blind.figure()
-    (seeing,) = explain(model, query, train_x=train_x)
+    (seeing,) = explain(model, query, train_x=train_x.numpy())
     assert all(torch.equal(it.inputs, train_x[it.index]) for it in seeing.neighbors)
     assert seeing.figure().axes
     layers = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), nn.Linear(36, 2))

@@ -76,6 +76,22 @@ def test_every_kind_of_data_gives_the_same(fitted: Any) -> None:
     refuses(converted, module, frame, match="x: .*acid, heat, salt, got other, other, other")
 
 
+def test_a_network_is_defended_with_every_kind_of_data() -> None:
+    x, y = points(), torch.arange(len(points())) % 3
+    kinds: list[tuple[Any, ...]] = [
+        (x.double().numpy(), y.int().numpy()),
+        (pandas.DataFrame(x.numpy()), pandas.Series(y.numpy())),
+        (x.tolist(), y.tolist()),
+        (DataLoader(TensorDataset(x, y), batch_size=7),),
+    ]
+    for given, inputs in ((net(), "auto"), (None, "pixels")):
+        expected = otad.defend(given, x, y, inputs=inputs, n_neighbors=5)
+        for kind in kinds:
+            made = otad.defend(given, *kind, inputs=inputs, n_neighbors=5)
+            assert made.bank_fingerprint == expected.bank_fingerprint
+    refuses(otad.defend, net(), x, match="y: expected one target per input, got None")
+
+
 def values(found: Evaluation) -> Any:
     """Clean scores. The bits of a network can depend on where in memory its inputs are."""
     return pytest.approx({name: one.value for name, one in found.clean.items()}, rel=1e-4)

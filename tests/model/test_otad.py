@@ -238,7 +238,8 @@ X, Y = points(N, 0), torch.arange(N) % 3
     ("options", "message"),
     [
         ({"x": torch.full((N, D), torch.nan)}, r"x: expected finite values, got nan at \(0, 0\)"),
-        ({"x": X.tolist()}, r"x: expected a torch.Tensor \(B,5\), got list"),
+        ({"x": {1.0}}, r"x: expected a torch.Tensor.*, got set"),
+        ({"y": ["a"] * N}, "y: expected class numbers, as the model has no names"),
         ({"y": Y + 1}, "y: expected labels from 0 to 2, got the unknown label 3"),
         ({"y": Y[1:]}, r"y: expected shape \(70,\) with one target per input, got \(69,\)"),
         ({"n_neighbors": N + 1}, "n_neighbors: expected at most the 70 points .* got 71 and 0"),

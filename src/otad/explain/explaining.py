@@ -17,7 +17,7 @@ from otad.errors import InputError
 from otad.explain.contributions import lead, outputs_alone
 from otad.explain.explanation import Explanation
 from otad.explain.neighbor import Label, Neighbor, finite
-from otad.model.conversion import ArrayLike, Estimator, converted
+from otad.model.conversion import ArrayLike, Estimator, converted, like_inputs
 from otad.model.otad import OTAD
 from otad.model.training_inputs import check_training_inputs
 from otad.nets import Backbone, only_normalizes
@@ -31,7 +31,7 @@ def explain(
     *,
     classes: Sequence[Any] | None = None,
     feature_names: Sequence[str] | None = None,
-    train_x: Tensor | None = None,
+    train_x: ArrayLike | None = None,
     names: Sequence[str] | None = None,
     train_names: Sequence[str] | None = None,
 ) -> list[Explanation]:
@@ -47,7 +47,7 @@ def explain(
         The names of the C classes. If None, their numbers, or the classes of the estimator.
     feature_names : sequence of str, optional
         The names of the d features of a vector.
-    train_x : Tensor (N, *input_shape), optional
+    train_x : Tensor or array (N, *input_shape), optional
         The training inputs of the bank. They are needed to show training points only if the network
         does more than normalize and flatten its inputs.
     names, train_names : sequence of str, optional
@@ -91,7 +91,8 @@ def explain(
     known = _names(
         _noted(model) if train_names is None else train_names, "train_names", len(model.bank_labels)
     )
-    raw = _raw_inputs(model, trace.neighbors.indices, train_x)
+    inputs = None if train_x is None else like_inputs(model, train_x, "train_x")
+    raw = _raw_inputs(model, trace.neighbors.indices, inputs)
     solution, outputs = trace.solution, trace.outputs.double().cpu()
     weights, neighbors = solution.multipliers.double(), trace.neighbors
     alone = outputs_alone(model, x, trace).cpu()

@@ -1,7 +1,7 @@
 """Conversion of estimators, DataFrames, arrays and other data to a module and tensors.
 
-`otad.evaluate`, `certify`, `certify_values`, `attack` and `explain` convert their first arguments
-by `converted`."""
+`otad.defend`, `evaluate`, `certify`, `certify_values`, `attack` and `explain` convert their first
+arguments by `converted`."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from otad.io.tensor_files import fingerprint_of
 from otad.model.answerer_options import check_settings
 from otad.model.answerers import is_global
 from otad.model.bank import FeatureBank
+from otad.model.conversion import ArrayLike, converted
 from otad.model.otad import OTAD, keys_of
 from otad.model.prototypes import PrototypeNet, prototype_net
 from otad.nets import Backbone, Lift, Metric, PretrainedMetric, lifted_net
@@ -35,8 +36,8 @@ STEEP = 1e4  # a global map with a larger L certifies next to nothing
 @torch.inference_mode(False)  # tensors made in inference mode have no gradients
 def defend(
     net: nn.Module | None,
-    x: Tensor,
-    y: Tensor,
+    x: ArrayLike,
+    y: ArrayLike | None = None,
     *,
     inputs: str = "auto",
     bounds: Bounds | None = None,
@@ -73,10 +74,10 @@ def defend(
     ----------
     net : nn.Module or None
         A module that maps a batch to logits (B, C), or in regression to values (B,) or (B, 1).
-    x : Tensor (N, *input_shape)
-        The training inputs.
-    y : Tensor (N,)
-        The labels (int64), or the values in regression.
+    x : Tensor, array, DataFrame or DataLoader (N, *input_shape)
+        The training inputs. A DataLoader yields x and y.
+    y : Tensor or array (N,)
+        The labels (integers), or the values in regression.
     inputs : str
         "auto", "features" or "pixels".
     bounds : (float, float) or None
@@ -123,6 +124,10 @@ def defend(
     >>> model(digits.test_x[:5]).shape, model.notes["defense"]["path"]
     (torch.Size([5, 10]), 'features')
     """
+    _, x, targets = converted(nn.Identity() if net is None else net, x, y)
+    if targets is None:
+        raise InputError("y: expected one target per input, got None")
+    y = targets
     if check_choice(inputs, "inputs", INPUTS) == "pixels":
         made = _points(net, x, y, bounds)
         answering = {"scope": "global"} | answering
