@@ -212,6 +212,19 @@ def test_refusals(options, message) -> None:
         Linf(**{"eps": 1.0} | options).check_inputs(torch.tensor([[0.5, 1.5]]))
 
 
+@BOTH
+def test_units_are_broadcast_to_one_input(kind, generator) -> None:
+    x, moved = torch.rand(2, 5, 3, 4, 4, generator=generator)
+    for scale in (torch.tensor([1.0, 2.0, 3.0])[:, None, None], torch.tensor(2.0)):
+        short, full = kind(0.1, scale=scale), kind(0.1, scale=scale.expand(3, 4, 4))
+        short.check_inputs(x)
+        assert_close(short.project(moved, x), full.project(moved, x), rtol=0, atol=0)
+        assert_close(short.distance(moved, x), full.distance(moved, x), rtol=0, atol=0)
+    for scale in (torch.ones(3), torch.ones(1, 3, 1, 1), torch.ones(3, 2, 1)):
+        with pytest.raises(InputError, match=r"scale: .*\(3, 4, 4\).*\(3, 1, 1\), got \(\d"):
+            kind(0.1, scale=scale).check_inputs(x)
+
+
 @settings(max_examples=20)
 @given(st.integers(0, 2**31), st.sampled_from([0.05, 0.5, 1.5]))
 def test_bounds_cost_no_length(seed, eps) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 import numpy as np
@@ -120,6 +120,18 @@ def adds_up(value: Tensor) -> bool:
 def check_shape(value: Tensor, name: str, expected: tuple[int, ...], reason: str) -> None:
     if value.shape != expected:
         raise InputError(f"{name}: expected shape {expected} {reason}, got {tuple(value.shape)}")
+
+
+def check_broadcast(value: Tensor, name: str, shape: Sequence[int]) -> Tensor:
+    """Return a value for each entry of one input, in its shape; refuse shapes that do not broadcast
+    to it."""
+    if value.dim() <= len(shape):
+        with suppress(RuntimeError):
+            return value.expand(tuple(shape)).contiguous()
+    per_channel = (*shape[:1], *[1] * len(shape[1:]))
+    expected = f"shape {tuple(shape)} like one input, or one that broadcasts to it"
+    expected += f", such as {per_channel}" if len(shape) > 1 else ""
+    raise InputError(f"{name}: expected {expected}, got {tuple(value.shape)}")
 
 
 def check_alike(value: Tensor, name: str, other: Tensor, other_name: str) -> None:

@@ -146,6 +146,17 @@ def test_a_foreign_module_has_neither_bank_nor_certificate() -> None:
     assert record.worst_case_accuracy == pytest.approx(survivors / record.n)
 
 
+def test_a_unit_for_all_features_is_recorded_for_each() -> None:
+    model, x, y = two_sides()
+    short, full = (
+        evaluate(model, x, y, L2(0.2, scale=scale), attacks=["pgd"], flags=False)
+        for scale in (torch.tensor([0.5]), torch.tensor([0.5, 0.5]))
+    )
+    assert short.threat["scale"] == [0.5, 0.5]
+    assert short.certificate is not None
+    assert timeless(short) == timeless(full)
+
+
 def test_an_eps_of_zero_and_a_model_that_is_never_right_are_no_special_cases() -> None:
     x, _ = plane_data()
     still = run_plane(eps=(0.0, 0.4))

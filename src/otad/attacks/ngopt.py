@@ -68,7 +68,7 @@ class NgOpt(Attack):
         free = ball.free_features(x)
         if not len(free):
             return x
-        scale = torch.ones_like(x[0]) if ball.scale is None else ball.scale.to(x)
+        scale = torch.ones_like(x[0]) if ball.scale is None else ball.scale.to(x).expand_as(x[0])
         settings, count = (len(free), self.budget, self.sigma), min(self.processes, len(x))
         import_extra("nevergrad", EXTRA)
         with own_randomness(generator) as seed, ExitStack() as stack:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from otad.checks import check_choice, refusing, require
+from otad.checks import check_broadcast, check_choice, refusing, require
 from otad.nets import Backbone
 from otad.threat import LpBall
 from otad.training import Adversary, TrainConfig, TrainResult, train
@@ -92,7 +92,8 @@ def adversarial_training(
     attack |= {"norm": threat.norm} | METHODS[method]
     if threat.scale is not None:
         std = net.std.expand(net.input_shape)
-        known = threat.scale.shape == std.shape and torch.equal(threat.scale.to(std), std)
+        scale = check_broadcast(threat.scale, "threat.scale", net.input_shape)
+        known = torch.equal(scale.to(std), std)
         require(known, "threat.scale", "none, or the standard deviations of the net", "others")
         attack["unit"] = "std"
     changes: dict[str, Any] = {"adversary": Adversary(threat.eps, **attack), "beta": beta}

@@ -63,7 +63,7 @@ def certify(
     x : Tensor, array, DataFrame or DataLoader (n, *input_shape)
         Inputs.
     unit : array (*input_shape), optional
-        Distances are `|delta / unit|`. If None, plain input units.
+        Distances are `|delta / unit|`. If None, plain input units. Other shapes are broadcast.
     embedding_lipschitz : float, optional
         For a network whose embedding does more than normalize and that does not prove a constant
         itself: a proved Q with `|e(x + delta) - e(x)| <= Q |delta / unit|`.

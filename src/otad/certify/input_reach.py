@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from otad.certify.votes import Votes
-from otad.checks import check_evaluation, check_finite, check_shape, require
+from otad.checks import check_broadcast, check_evaluation, check_finite, require
 from otad.errors import InputError
 from otad.model.otad import OTAD
 from otad.nets import Backbone, LipschitzBound, only_normalizes
@@ -142,7 +142,7 @@ def measured_unit(backbone: Backbone, unit: Tensor | None) -> Tensor:
     if unit is None:
         return torch.ones(backbone.input_shape, dtype=torch.float64, device=backbone.std.device)
     require(isinstance(unit, Tensor), "unit", "a torch.Tensor or None", type(unit).__name__)
-    check_shape(unit, "unit", backbone.input_shape, "like one input")
+    unit = check_broadcast(unit, "unit", backbone.input_shape)
     measured = unit.detach().to(backbone.std.device, torch.float64)
     check_finite(measured, "unit")
     require(bool((measured > 0).all()), "unit", "positive values", measured.min().item())

@@ -19,7 +19,7 @@ from otad.attacks import Attack, LpBall
 from otad.attacks.needs import Setting
 from otad.attacks.target import answers, seeded
 from otad.baselines import MajorityKnn, MeanFeatureKnn
-from otad.checks import check_choice, check_count, require
+from otad.checks import check_broadcast, check_choice, check_count, require
 from otad.errors import InputError
 from otad.evaluate import attack_flags  # noqa: F401  (registers its checks)
 from otad.evaluate.certificate_check import (
@@ -317,6 +317,9 @@ def prepared(
         within = declared[0] <= low and high <= declared[1]
         require(within, "threat", f"bounds within {declared}, those of the model", (low, high))
         threat = replace(threat, bounds=(low, high))
+    if threat.scale is not None:
+        scale = check_broadcast(threat.scale, "scale", inputs.shape[1:])
+        threat = replace(threat, scale=scale)  # records hold the unit of every feature
     tensors = *module.parameters(), *module.buffers(), inputs
     device = tensors[0].device
     return module, inputs.detach().to(device), targets.detach().to(device), threat

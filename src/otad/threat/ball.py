@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from otad.checks import check_bounds, check_finite, check_shape, require
+from otad.checks import check_bounds, check_broadcast, check_finite, check_shape, require
 from otad.threat.one_hot import check_groups, is_one_hot, switched
 
 FIRST_SHRINK = 2.0**-22  # of a step that rounding has carried out of the ball
@@ -33,7 +33,8 @@ class LpBall(ABC):
         The lowest and highest legal input value. If None, inputs are unbounded.
     scale : Tensor (*input_shape), optional
         The unit in which each feature is measured, by default 1. In l-infinity, each feature of a
-        table then has its own radius, `eps * scale`.
+        table then has its own radius, `eps * scale`. Other shapes are broadcast: (C, 1, 1) has a
+        unit for each channel of an image.
     mutable : Tensor (*input_shape) of bool, optional
         The features that an attacker can change, by default all.
     groups : sequence of sequences of int, optional
@@ -88,9 +89,10 @@ class LpBall(ABC):
 
     def check_inputs(self, x: Tensor) -> None:
         """Refuse inputs (n, *input_shape) that do not fit the bounds, the units or the groups."""
-        for name, tensor in (("scale", self.scale), ("mutable", self.mutable)):
-            if tensor is not None:
-                check_shape(tensor, name, tuple(x.shape[1:]), "like one input")
+        if self.scale is not None:
+            check_broadcast(self.scale, "scale", x.shape[1:])
+        if self.mutable is not None:
+            check_shape(self.mutable, "mutable", tuple(x.shape[1:]), "like one input")
         if self.bounds is not None:
             low, high = (float(value) for value in torch.aminmax(x.detach()))
             lowest, highest = x.new_tensor(self.bounds).tolist()  # 0.3 is another number in float32
