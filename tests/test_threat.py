@@ -225,6 +225,22 @@ def test_units_are_broadcast_to_one_input(kind, generator) -> None:
             kind(0.1, scale=scale).check_inputs(x)
 
 
+def test_a_ball_that_allows_every_input_says_so() -> None:
+    x, box = torch.rand(2, 4), (0.0, 1.0)
+    first = torch.tensor([True, False, False, False])
+    for ball, expected in {
+        Linf(8.0, box): True,
+        Linf(0.99, box): False,
+        Linf(8.0): False,
+        Linf(8.0, box, scale=torch.tensor([1.0, 1.0, 1.0, 0.1])): False,
+        L2(2.0, box): True,
+        L2(1.9, box): False,
+        L2(1.0, box, mutable=first): True,
+        L2(1.0, box, mutable=first.logical_and(~first)): False,
+    }.items():
+        assert ball.allows_everything(x) is expected, ball.describe()
+
+
 @settings(max_examples=20)
 @given(st.integers(0, 2**31), st.sampled_from([0.05, 0.5, 1.5]))
 def test_bounds_cost_no_length(seed, eps) -> None:

@@ -33,7 +33,7 @@ from otad.attacks.random_search import RandomNoise, RandomSearch
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.certify import certify
 from otad.cip import Status
-from otad.evaluate import Evaluation, evaluate, make_attack, runner
+from otad.evaluate import Evaluation, attack, evaluate, make_attack, runner
 from otad.evaluate.flags import CHECKS
 from otad.evaluate.records import CERTIFICATE_CHECK, NOT_RUN, PASS
 from otad.evaluate.suite import suite
@@ -144,6 +144,19 @@ def test_a_foreign_module_has_neither_bank_nor_certificate() -> None:
     survivors = sum(float(x[row, 0].abs()) > 0.3 for row in record.clean_right)
     assert survivors < right
     assert record.worst_case_accuracy == pytest.approx(survivors / record.n)
+
+
+def test_an_eps_beyond_the_range_of_inputs_is_remarked_once() -> None:
+    model, x, y = two_sides()
+    low, high = float(x.min()), float(x.max())
+    for run in (
+        lambda ball: evaluate(model, x, y, ball, attacks=["pgd"], flags=False),
+        lambda ball: attack(model, x, y, ball, attack="pgd"),
+    ):
+        with pytest.warns(UserWarning, match="eps = 8 allows every input") as caught:
+            run(Linf(8.0, bounds=(low, high)))
+        said = [one for one in caught if "eps" in str(one.message)]
+        assert [Path(one.filename).name for one in said] == ["test_runner.py"]
 
 
 def test_a_unit_for_all_features_is_recorded_for_each() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from otad.attacks import Attack, AttackResult, LpBall
 from otad.checks import check_count
 from otad.evaluate.identity import generator_for
-from otad.evaluate.runner import prepared
+from otad.evaluate.runner import prepared, warn_of_size
 from otad.evaluate.suite import make_attack
 from otad.model.conversion import ArrayLike, Estimator
 
@@ -64,6 +64,7 @@ def attack(
     True
     """
     module, inputs, targets, ball = prepared(model, x, y, threat)
+    warn_of_size(ball, inputs, stacklevel=5)
     check_count(batch_size, "batch_size")
     check_count(seed, "seed", least=0)
     made = make_attack(attack, module, **options) if isinstance(attack, str) else attack

@@ -169,6 +169,8 @@ def evaluate(
     constants = {"embedding_lipschitz": embedding_lipschitz, "metric_lipschitz": metric_lipschitz}
     check_constants(model, constants)
     task = "regression" if y.is_floating_point() else "classification"
+    if not isinstance(executor, Workers):  # otherwise the evaluation around this one has warned
+        warn_of_size(threat, x, stacklevel=6)
     if (defended := defended_of(model)) is not None and (copies := copies_of_bank(defended, x)):
         known = f"x: {copies} of {len(x)} examples equal training points of the model"
         warnings.warn(f"{known}. Scores on them do not apply to new data", stacklevel=5)
@@ -294,6 +296,14 @@ def _clean(
                 outputs.append(answer(batch).cpu())
         scores[name] = score_of(torch.cat(outputs), y.cpu())
     return scores, None if account is None else account.account()
+
+
+def warn_of_size(threat: LpBall, x: Tensor, stacklevel: int) -> None:
+    """Warn if the threat allows every input within the bounds, as if 8 were meant as 8/255."""
+    if threat.allows_everything(x):
+        known = f"threat: eps = {threat.eps:g} allows every input within {threat.bounds}, so it "
+        advice = "limits nothing. Give eps in the units of x, such as 8/255 for pixels in (0, 1)"
+        warnings.warn(known + advice, stacklevel=stacklevel)
 
 
 def prepared(

@@ -105,6 +105,15 @@ class LpBall(ABC):
             wrong = values[~is_one_hot(values)][:1].tolist()
             require(not wrong, "x", f"exactly one 1, else 0, in the columns {group}", wrong)
 
+    def allows_everything(self, x: Tensor) -> bool:
+        """Return whether every change of inputs like x (n, *input_shape) within the bounds is
+        allowed, so that `eps` limits nothing. Immutable features stay as they are."""
+        if self.bounds is None:
+            return False
+        longest = torch.full_like(x[:1], self.bounds[1] - self.bounds[0])
+        length = float(self._length(self._in_units(self._masked(longest), x).flatten(1)))
+        return 0 < length <= self.eps
+
     def distance(self, moved: Tensor, x: Tensor) -> Tensor:
         """Return the distance (n,) of each `moved` input from x, in units of `scale`.
 
