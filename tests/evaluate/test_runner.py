@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,21 @@ def test_a_foreign_module_has_neither_bank_nor_certificate() -> None:
     survivors = sum(float(x[row, 0].abs()) > 0.3 for row in record.clean_right)
     assert survivors < right
     assert record.worst_case_accuracy == pytest.approx(survivors / record.n)
+
+
+def test_training_inputs_of_a_network_are_only_compared_with_the_examples() -> None:
+    x, y = plane_data()
+    given = {"attacks": ["pgd"], "flags": False}
+    alone = evaluate(Plane().eval(), x[:20], y[:20], Linf(0.3), **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = evaluate(Plane().eval(), x[:20], y[:20], Linf(0.3), **given, train_x=x[20:])
+    assert timeless(other) == timeless(alone)
+    known = x[17:].double().numpy()
+    with pytest.warns(UserWarning, match="3 of 20 examples equal training points"):
+        evaluate(Plane().eval(), x[:20], y[:20], Linf(0.3), **given, train_x=known)
+    message = r"train_x: .*\(40, 3\).*\(40, 2\)"
+    refuses(evaluate, Plane().eval(), x, y, Linf(0.3), train_x=x[:, :2], match=message)
 
 
 def test_an_eps_beyond_the_range_of_inputs_is_remarked_once() -> None:
@@ -327,9 +343,6 @@ def test_a_metric_without_a_constant_is_certified_where_one_is_stated() -> None:
     stated = evaluate(model, x, y, BALL, metric_lipschitz=constant, **options)
     assert stated.certificate is not None
     assert max(stated.certificate.radius) > 0
-    for given, pattern in (
-        ({"metric_lipschitz": 1.0}, r"metric_lipschitz.*1\.0 for VisionTransformer"),
-        ({"train_x": x}, "train_x.*None"),
-    ):
-        refuses(evaluate, model.backbone, x, y, BALL, **given, attacks=["pgd"], match=pattern)
+    pattern = r"metric_lipschitz.*1\.0 for VisionTransformer"
+    refuses(evaluate, model.backbone, x, y, BALL, metric_lipschitz=1.0, match=pattern)
     refuses(make_attack, "straight", model, train_x=tiles(90, 99)[0], match=r"train_x.*row 0")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from otad.attacks import Attack, LpBall
 from otad.attacks.needs import Setting
 from otad.attacks.target import answers, seeded
 from otad.baselines import MajorityKnn, MeanFeatureKnn
-from otad.checks import check_broadcast, check_choice, check_count, require
+from otad.checks import check_broadcast, check_choice, check_count, check_shape, require
 from otad.errors import InputError
 from otad.evaluate import attack_flags  # noqa: F401  (registers its checks)
 from otad.evaluate.certificate_check import (
@@ -37,7 +37,7 @@ from otad.evaluate.undefended import attacks_alone, network_of, strength
 from otad.io.environment import Environment
 from otad.io.tensor_files import write_tensors
 from otad.model.account import AccountBuilder, SolverAccount
-from otad.model.conversion import ArrayLike, Estimator, converted
+from otad.model.conversion import ArrayLike, Estimator, converted, like_inputs
 from otad.model.otad import OTAD
 from otad.model.training_inputs import copies_of_bank
 from otad.progress import with_attack_bar
@@ -68,7 +68,7 @@ def evaluate(
     within_bounds: bool = False,
     embedding_lipschitz: float | None = None,
     metric_lipschitz: float | None = None,
-    train_x: Tensor | None = None,
+    train_x: ArrayLike | None = None,
     flags: bool = True,
     undefended: bool = True,
     seed: int = 0,
@@ -112,8 +112,9 @@ def evaluate(
         never leave. Such radii are recorded beside the others: see `certify`.
     embedding_lipschitz, metric_lipschitz : float, optional
         Lipschitz constants that the model does not know; see `certify`.
-    train_x : Tensor (N, *input_shape), optional
-        The training inputs, if they cannot be computed from the bank.
+    train_x : Tensor or array (N, *input_shape), optional
+        The training inputs, for attacks on a defended model whose bank does not hold them. For
+        other models they are only compared with x, so one call serves a network and its defense.
     undefended : bool
         Whether to attack the network inside a defended model alone as well, to show the gain.
     seed : int
@@ -171,10 +172,11 @@ def evaluate(
     task = "regression" if y.is_floating_point() else "classification"
     if not isinstance(executor, Workers):  # otherwise the evaluation around this one has warned
         warn_of_size(threat, x, stacklevel=6)
-    if (defended := defended_of(model)) is not None and (copies := copies_of_bank(defended, x)):
+    inputs = None if train_x is None else like_inputs(model, train_x, "train_x")
+    if copies := _copies(model, x, inputs):
         known = f"x: {copies} of {len(x)} examples equal training points of the model"
         warnings.warn(f"{known}. Scores on them do not apply to new data", stacklevel=5)
-    chosen, missing = suite(model, attacks, x.shape[1:], task, threat, train_x)
+    chosen, missing = suite(model, attacks, x.shape[1:], task, threat, inputs)
     for name in skip_proved:
         check_choice(name, "skip_proved", [attack.name for attack in chosen])
         require(certificate, "skip_proved", "none with certificate=False", name)
@@ -226,7 +228,7 @@ def evaluate(
         )  # fmt: skip
         scores, solver = _clean(model, x, y, batch_size, seed)
         worst, records = run.worst(threat.eps), tuple(run.records)
-        ran = run.right, tuple(chosen), records, proof, seed, train_x, inside
+        ran = run.right, tuple(chosen), records, proof, seed, inputs, inside
         context = FlagContext(model, x, y, threat, *ran)
 
         def watch(done: int) -> None:
@@ -296,6 +298,22 @@ def _clean(
                 outputs.append(answer(batch).cpu())
         scores[name] = score_of(torch.cat(outputs), y.cpu())
     return scores, None if account is None else account.account()
+
+
+def _copies(model: nn.Module, x: Tensor, train_x: Tensor | None) -> int:
+    """Return how many examples are training points, as far as these are known."""
+    if (defended := defended_of(model)) is not None:
+        return copies_of_bank(defended, x)
+    if train_x is None:
+        return 0
+    check_shape(train_x, "train_x", (len(train_x), *x.shape[1:]), "like the examples x")
+    known = set(_contents(train_x.to(x.dtype)))
+    return sum(content in known for content in _contents(x))
+
+
+def _contents(x: Tensor) -> Iterator[int]:
+    """Yield a number for each input, which is the same for equal inputs."""
+    return (hash((row.double() + 0.0).numpy().tobytes()) for row in x.cpu())  # without -0.0
 
 
 def warn_of_size(threat: LpBall, x: Tensor, stacklevel: int) -> None:
