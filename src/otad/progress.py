@@ -74,7 +74,7 @@ def bars(*, passing: bool = False) -> Progress:
     """Return bars with steps and remaining time; `passing` bars vanish at the end."""
     return Progress(
         _Description(),
-        BarColumn(20),
+        BarColumn(10),  # so that the text beside it fits into 80 columns
         MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
         console=Console(stderr=True),
