@@ -182,7 +182,8 @@ def _shared(net: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         origin = first.setdefault(id(weight), name)
         known = origin in state and name in state
         if known and (origin == name or torch.equal(state[origin], state[name])):
-            found[name] = made.setdefault(origin, nn.Parameter(state[origin]))
+            one = nn.Parameter(state[origin], requires_grad=weight.requires_grad)
+            found[name] = made.setdefault(origin, one)
     return found
 
 
