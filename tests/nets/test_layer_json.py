@@ -139,3 +139,17 @@ HUGE = 10**9
 )
 def test_sizes_are_bounded_by_the_weights(make: Callable[[], Tensor]) -> None:
     refuses(make, match="at most .* to load|expected")
+
+
+def test_restored_layers_stay_shared_and_integers_have_no_gradient() -> None:
+    def make(_: object) -> nn.Module:
+        net = nn.Module()
+        net.first = net.second = nn.Linear(2, 2)
+        net.order = nn.Parameter(torch.tensor([2, 0, 1]), requires_grad=False)
+        return net
+
+    saved = {name: weight.clone() for name, weight in make(None).state_dict().items()}
+    net = restored(make, {}, saved)
+    assert net.first.weight is net.second.weight
+    assert net.order.tolist() == [2, 0, 1]
+    assert [one.requires_grad for one in (net.order, net.first.weight)] == [False, True]
