@@ -78,7 +78,7 @@ PANELS = (
             BASELINE: {},
         },
         (
-            "cifar10_at", "cifar10_at_l2", "cifar10_at_linf", "cifar10_at_vit",
+            "cifar10_at", "cifar10_at_l2", "cifar10_at_linf", "cifar10_at_vit", "cifar10_at_vit_l2",
             "cifar10_lipschitz", "cifar10_purification", "cifar10_diffpure",
         ),
     ),

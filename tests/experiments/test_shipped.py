@@ -41,6 +41,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 VARIANTS = (
     "cifar10_at_linf",
     "cifar10_at_vit",
+    "cifar10_at_vit_l2",
     "cifar10_cost_single",
     "cifar10_robust_longer",
     "cifar10_robust_moved",
