@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -276,18 +277,19 @@ def test_shards_on_a_cluster(cluster: Executor, tmp_path: Path) -> None:
     (folder,) = tmp_path.glob("bank-*")
     queries, expected, proved = model.query_keys(x), model.trace(x), otad.certify(model, x)
     search, whole = cluster_search(folder), TorchSearch(model.bank_points)
-    for kill in (True, False):
+    kill = partial(pytest.importorskip("ray").kill, search.shards[1].worker, no_restart=False)
+    for again in (True, False):
         for count in (1, 7, len(whole) - 1):  # the last is more than a shard has
             found, one = search(queries, count), whole(queries, count)
             assert torch.equal(found.indices, one.indices)
             assert torch.equal(found.distances, one.distances)
             assert bool(found.proved.all())
-        if kill:
-            pytest.importorskip("ray").kill(search.shards[1].worker, no_restart=False)
+        if again:
+            kill()
     model.use_search(search)
     assert torch.equal(model.trace(x).outputs, expected.outputs)
     assert torch.equal(otad.certify(model, x).radius, proved.radius)
-    del search, model  # which ends their workers
     (folder / shard_name(2, 2)).unlink()
+    kill()  # the next worker does not find the file
     with pytest.raises(OtadError, match="cannot search a shard"):
-        cluster_search(folder)(queries, 1)
+        search(queries, 1)
