@@ -51,6 +51,16 @@ def test_a_skew_convolution_is_the_exponential_of_a_skew_matrix(shape, scale: fl
     torch.testing.assert_close(dense(lambda x: layer(x), 4, *shape), jacobian + 1)
 
 
+def test_mixed_precision_bounds_norms_roughly_and_changes_no_evaluation() -> None:
+    kernel = 5 * SkewConv(32, 4, 14, torch.Generator().manual_seed(1)).free.detach()
+    net, x = SOCNet((1, 8, 8), 3, widths=(4,)).eval(), random(2, 1, 8, 8).float()
+    expected = net.embed(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = norm_bound(kernel)
+        assert torch.equal(net.embed(x), expected)
+    assert float(rough) == pytest.approx(float(norm_bound(kernel.double())), rel=0.03)
+
+
 def test_few_terms_stretch_by_no_more_than_is_stated() -> None:
     layer = skew_conv(terms=3)
     with torch.no_grad():
