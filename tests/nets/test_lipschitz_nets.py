@@ -54,10 +54,12 @@ def test_a_skew_convolution_is_the_exponential_of_a_skew_matrix(shape, scale: fl
 def test_mixed_precision_bounds_norms_roughly_and_changes_no_evaluation() -> None:
     kernel = 5 * SkewConv(32, 4, 14, torch.Generator().manual_seed(1)).free.detach()
     net, x = SOCNet((1, 8, 8), 3, widths=(4,)).eval(), random(2, 1, 8, 8).float()
-    expected = net.embed(x)
+    net.layers[1].free.data.mul_(9)  # so that its kernel is scaled down
+    expected, proved = net.embed(x), net.lipschitz
     with torch.autocast("cpu", torch.bfloat16):
         rough = norm_bound(kernel)
         assert torch.equal(net.embed(x), expected)
+        assert net.lipschitz == proved
     assert float(rough) == pytest.approx(float(norm_bound(kernel.double())), rel=0.03)
 
 

@@ -165,7 +165,8 @@ class SkewConv(nn.Module):
 
         It holds because A is normal with imaginary eigenvalues, and for real t the remainder of the
         series of e^(it) is at most |t|^terms / terms!."""
-        norm = ROUNDING * float(norm_bound(self.kernel.double()))
+        with full_precision(self.free.device):
+            norm = ROUNDING * float(norm_bound(self.kernel.double()))
         return ROUNDING * norm**self.terms / math.factorial(self.terms)
 
 
