@@ -78,8 +78,8 @@ PANELS = (
             BASELINE: {},
         },
         (
-            "cifar10_at", "cifar10_at_l2", "cifar10_at_linf", "cifar10_at_vit", "cifar10_at_vit_l2",
-            "cifar10_lipschitz", "cifar10_purification", "cifar10_diffpure",
+            "cifar10_at", "cifar10_at_l2", "cifar10_at_linf", "cifar10_at_vit_l2",
+            "cifar10_at_vit_linf", "cifar10_lipschitz", "cifar10_purification", "cifar10_diffpure",
         ),
     ),
 )  # fmt: skip

@@ -37,12 +37,12 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("work")
 
 
-# The work of another one, longer or on other data.
+# The work of another one with other settings or data.
 VARIANTS = (
     "cifar10_at_l2",
     "cifar10_at_linf",
-    "cifar10_at_vit",
     "cifar10_at_vit_l2",
+    "cifar10_at_vit_linf",
     "cifar10_cost_single",
     "cifar10_energy",
     "cifar10_metrics",
