@@ -107,7 +107,7 @@ def test_cells_are_ours_and_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
         "| one column | 96.0 | - (no gradient) |",
         "| large | 96,000 | 60,000 |",
         "",
-        "Left: 60 %, later -. Record: [sample](results/sample.json) of 2024-01-01.",
+        "Left: 60 %, later -. Record of 2024-01-01: [sample](results/sample.json).",
     ]
 
 

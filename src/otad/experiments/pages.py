@@ -301,12 +301,14 @@ def _number(value: float, digits: int | None, paper: str) -> str:
 
 
 def _below(table: Table, figures: Figures, link: str) -> str:
-    links = [
-        f"[{name.removeprefix('benchmarks/').replace('/', ', ')}]({link}/{name}.json) of {day[:10]}"
-        for name in table.records
-        if (day := figures.look(f"{name}/environment/started"))
-    ]
-    records = links and f"Record{'s' * (len(links) > 1)}: {', '.join(links)}."
+    days: dict[str, list[str]] = {}
+    for name in table.records:
+        if started := figures.look(f"{name}/environment/started"):
+            shown = name.removeprefix("benchmarks/").replace("/", ", ")
+            days.setdefault(started[:10], []).append(f"[{shown}]({link}/{name}.json)")
+    several = "s" * (sum(map(len, days.values())) > 1)
+    listed = "; ".join(f"of {day}: {', '.join(links)}" for day, links in days.items())
+    records = listed and f"Record{several} {listed}."
     command = table.command
     if table.experiments and not command:
         command = f"otad reproduce {table.label or ' '.join(table.experiments)}"
