@@ -8,6 +8,7 @@ from torch import Tensor
 
 import otad
 from otad.checks import assuming, holds
+from otad.cip.surrogate import CipNet
 from otad.model.captured import CapturedModel, answer, captured
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -17,11 +18,17 @@ def points(count: int, seed: int = 0) -> Tensor:
     return torch.rand(count, 6, generator=torch.Generator().manual_seed(seed))
 
 
-def model_of(inputs: Tensor) -> otad.OTAD:
+def model_of(inputs: Tensor, solver: str = "exact") -> otad.OTAD:
     torch.manual_seed(0)
     net = otad.nets.fc_resnet((6,), 3, blocks=1, hidden=8, bounds=(0.0, 1.0)).to(inputs.device)
     labels = torch.arange(len(inputs), device=inputs.device) % 3
-    return otad.defend(net, inputs, labels, n_neighbors=4, smoothness=20.0)
+    model = otad.defend(net, inputs, labels, n_neighbors=4, smoothness=20.0)
+    if solver == "exact":
+        return model
+    return model.replace(solver=CipNet(6, 4, width=8, blocks=1, heads=2).to(inputs.device))
+
+
+solvers = pytest.mark.parametrize("solver", ["exact", "CIP-net"])
 
 
 def test_conditions_are_collected_instead_of_read() -> None:
@@ -33,9 +40,10 @@ def test_conditions_are_collected_instead_of_read() -> None:
     assert not holds(torch.tensor(False))
 
 
+@solvers
 @torch.no_grad()
-def test_the_answer_is_that_of_the_model() -> None:
-    model, x = model_of(points(60)), points(5, seed=1)
+def test_the_answer_is_that_of_the_model(solver: str) -> None:
+    model, x = model_of(points(60), solver), points(5, seed=1)
     outputs, is_proved = answer(model, x)
     assert bool(is_proved)
     assert torch.equal(outputs, model(x))
@@ -65,9 +73,10 @@ def test_a_cpu_has_no_graphs() -> None:
 
 
 @needs_cuda
+@solvers
 @torch.no_grad()
-def test_a_graph_answers_like_the_model() -> None:
-    model = model_of(points(3000).cuda())
+def test_a_graph_answers_like_the_model(solver: str) -> None:
+    model = model_of(points(3000).cuda(), solver)
     batches = [points(20, seed=seed).cuda() for seed in range(1, 4)]
     fast = captured(model, batches[0])
     assert isinstance(fast, CapturedModel)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from otad.checks import assuming
+from otad.cip import ExactCip
+from otad.cip.surrogate import CipNet
 from otad.model.otad import OTAD, keys_of
 from otad.nets.features import parts_of_user
 from otad.search.neighbors import SPARE, TorchSearch
@@ -50,7 +52,8 @@ def captured(model: nn.Module, x: Tensor) -> CapturedModel | None:
     """Return the model for batches like x (B,*input_shape), or None if no graph can hold it.
 
     A graph holds a network of this package, and a model of local scope with such networks and an
-    exact solver, if its bank is on the GPU of x. What a user's own module does is not known."""
+    exact solver or a CIP-net, if its bank is on the GPU of x. What a user's own module does is not
+    known."""
     nets: list[nn.Module] = [model]
     if isinstance(model, OTAD):
         nets = [net for net in (model.backbone, model.metric) if net is not None]
@@ -68,8 +71,8 @@ def _stays_on_gpu(model: nn.Module) -> bool:
     """Return whether a model reads nothing from its GPU, except what `holds` asks for."""
     if not isinstance(model, OTAD):
         return True
-    solver, search, points = model.answerer.exact_solver, model._search(), model.bank_inputs
-    if solver is None or solver.max_smoothness is not None:
+    solver, search, points = model.solver, model._search(), model.bank_inputs
+    if not isinstance(solver, (ExactCip, CipNet)) or solver.max_smoothness is not None:
         return False
     if not points.is_cuda or torch.float64 in (points.dtype, model.backbone.mean.dtype):
         return False  # then no kernel reads the neighbors

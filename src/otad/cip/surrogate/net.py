@@ -170,7 +170,7 @@ class CipNet(nn.Module):
         query, per_row = problem.query[rows], (problem.smoothness, problem.strong_convexity)
         high, low = (part[rows].to(query.dtype)[:, None, None] for part in per_row)
         pairs = problem.anchors_of(rows), problem.images_of(rows)
-        return self._image(query, *pairs, high, low, bool(low.any()))
+        return self._image(query, *pairs, high, low, problem.has_strong_convexity)
 
     def _image(
         self,
