@@ -74,9 +74,10 @@ def test_a_cpu_has_no_graphs() -> None:
 
 @needs_cuda
 @solvers
+@pytest.mark.parametrize("size", [10, 60, 3000])  # all are compared, or some, or groups of them
 @torch.no_grad()
-def test_a_graph_answers_like_the_model(solver: str) -> None:
-    model = model_of(points(3000).cuda(), solver)
+def test_a_graph_answers_like_the_model(size: int, solver: str) -> None:
+    model = model_of(points(size).cuda(), solver)
     batches = [points(20, seed=seed).cuda() for seed in range(1, 4)]
     fast = captured(model, batches[0])
     assert isinstance(fast, CapturedModel)

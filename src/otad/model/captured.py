@@ -16,7 +16,7 @@ from otad.cip import ExactCip
 from otad.cip.surrogate import CipNet
 from otad.model.otad import OTAD, keys_of
 from otad.nets.features import parts_of_user
-from otad.search.neighbors import SPARE, TorchSearch
+from otad.search.neighbors import TorchSearch
 
 MOST_ROWS = 256  # of a batch: if it is larger, kernels take longer than launching them
 
@@ -76,7 +76,7 @@ def _stays_on_gpu(model: nn.Module) -> bool:
         return False
     if not points.is_cuda or torch.float64 in (points.dtype, model.backbone.mean.dtype):
         return False  # then no kernel reads the neighbors
-    return isinstance(search, TorchSearch) and search.is_grouped(model.n_searched + SPARE)
+    return isinstance(search, TorchSearch) and search.points.is_cuda
 
 
 def answer(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

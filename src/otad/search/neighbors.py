@@ -287,7 +287,7 @@ class TorchSearch(NeighborSearch):
         if scaled is not None and GroupedProduct.covers(self.points):
             self._grouped = GroupedProduct(self.points, scaled, self._radii, self._exponent)
 
-    def is_grouped(self, size: int) -> bool:
+    def _is_grouped(self, size: int) -> bool:
         """Return whether shortlists of this size are made by `otad.search.grouped_product`."""
         return self._grouped is not None and self._grouped.holds(size)
 
@@ -305,7 +305,7 @@ class TorchSearch(NeighborSearch):
 
     def _width(self, size: int) -> int:
         width = super()._width(size)
-        if not self.is_grouped(size):
+        if not self._is_grouped(size):
             return width
         return max(1, min(width, WORKING_BYTES // (8 * len(self))))  # all products are in memory
 
