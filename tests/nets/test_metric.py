@@ -73,6 +73,7 @@ def test_a_user_s_layers_are_a_metric_and_travel_as_json() -> None:
     assert bare.key_dim == 7
     torch.testing.assert_close(bare(_images()), extractor(_images()))
     assert build_metric(bare.config()).key_dim == 7
+    assert bare.is_capturable
 
 
 class _Odd(nn.Module):
@@ -93,6 +94,7 @@ def test_a_user_s_own_module_travels_by_a_registered_builder() -> None:
     twin = build_metric(json.loads(json.dumps(metric.config())))
     assert torch.equal(twin(_images()), metric(_images()))
     assert twin.config() == metric.config()
+    assert not metric.is_capturable, "nobody knows what its code does"
     refuses(register_features("odd-for-test"), _Odd, match="'odd-for-test', which is registered")
     refuses(PretrainedMetric(_Odd(3), input_shape=(3, 8, 8)).config, match="got _Odd")
     refuses(PretrainedMetric, _Odd(3), input_shape=(3, 8, 8), builder="some", match="builder.*some")

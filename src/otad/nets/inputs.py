@@ -43,8 +43,8 @@ class InputNet(nn.Module):
     """The constructor arguments that `config` holds, each also an attribute of that name.
 
     A subclass lists only those it adds."""
-    is_capturable: ClassVar[bool] = True
-    """Whether a CUDA graph can capture a training step (`cuda_graph` of the training)."""
+    is_capturable: bool = True
+    """Whether a CUDA graph can hold the network, in training (`cuda_graph`) and in `predict`."""
     mean: Tensor
     std: Tensor
 

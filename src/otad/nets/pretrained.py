@@ -104,6 +104,9 @@ class PretrainedMetric(Metric):
         self.extractor = extractor
         self.builder, self.builder_options = builder, dict(builder_options or {})
         self.projection = nn.Identity() if projection is None else projection
+        is_ours = builder is not None and _BUILDERS[builder].__module__ == __name__
+        plain = all(type(part).__module__.startswith("torch.nn.") for part in extractor.modules())
+        self.is_capturable = is_ours or plain  # what other code does is not known
         with evaluating(extractor), torch.no_grad():
             one = torch.zeros_like(self.mean).unsqueeze(0)
             found = output_of(extractor, one, "extractor", "features of shape (B,f)")
