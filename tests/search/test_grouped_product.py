@@ -107,6 +107,7 @@ def test_nothing_is_proved_of_queries_that_are_not_finite_or_overflow(
         queries[2, 3] = value
         found = search.candidates(queries.to(DEVICE), 3, 3 + SPARE, none)
         assert (found.distances[:, -1] < found.beyond).tolist()[:4] == [True, True, False, True]
+        assert bool(((found.indices >= 0) & (found.indices < N)).all())  # a graph gathers them
     with pytest.raises(InputError, match=r"queries: expected finite values, got inf at \(2, 3\)"):
         search(queries.to(DEVICE), 3)
 

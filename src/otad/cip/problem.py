@@ -27,6 +27,7 @@ from otad.checks import (
     check_finite,
     check_shape,
     check_tensor,
+    holds,
     require,
 )
 from otad.cip.execution import row_blocks, run_parts
@@ -287,9 +288,9 @@ def _check_values(query: Tensor, indices: Tensor, points: int) -> None:
     ends = torch.aminmax(indices)
     if query.device == indices.device:
         # The extremes of a query are NaN if one of its entries is. They take no memory.
-        found = (*torch.aminmax(query.detach()), *ends)
-        *values, low, high = torch.stack([part.double() for part in found]).tolist()
-        if all(map(math.isfinite, values)) and low >= 0 and high < points:
+        least, most = torch.aminmax(query.detach())
+        legal = least > -math.inf, most < math.inf, ends[0] >= 0, ends[1] < points
+        if holds(torch.stack(legal)):
             return
     check_tensor(query, "query", "B,d")
     low, high = (int(end) for end in ends)

@@ -42,11 +42,13 @@ def rank_kernel(
     place = tl.load(places + found)
     row = place // size * groups + tl.load(chosen + query * size + place % size)
     left_out = (row >= count) | (row == tl.load(exclude + query))
-    length = tl.where(left_out, float("inf"), tl.sqrt(tl.load(squares + found)))
+    length = tl.sqrt(tl.load(squares + found))
+    length = tl.where(left_out | (length != length), float("inf"), length)  # NaN has no rank
     before = length[None, :] < length[:, None]
     before |= (length[None, :] == length[:, None]) & (row[None, :] < row[:, None])
     rank = tl.sum(before.to(tl.int32), axis=1)
-    tl.store(indices + query * k + rank, row, mask=rank < k)
+    # A graph gathers rows before anyone reads that they are not proved, so they have to exist.
+    tl.store(indices + query * k + rank, tl.minimum(row, count - 1), mask=rank < k)
     tl.store(distances + query * k + rank, length, mask=rank < k)
 
     ceiling = tl.min(tl.load(values + found).to(tl.float64), axis=0)
