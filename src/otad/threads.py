@@ -1,4 +1,4 @@
-"""Runs parts of work at the same time, each on one of the threads that torch may use."""
+"""Runs parts of work at the same time, each on a thread of its own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
-def run_on_threads(parts: Sequence[Part], work: Callable[[Part], Result]) -> list[Result]:
+def run_on_threads(
+    parts: Sequence[Part], work: Callable[[Part], Result], most: int = 0
+) -> list[Result]:
     """Return the results of `work` on every part, without gradients.
 
-    Threads that work on parts of their own do not wait for each other after every operation."""
+    Threads that work on parts of their own do not wait for each other after every operation. There
+    are as many as torch may use, or up to `most` if that is more."""
     allowed = torch.get_num_threads()
-    threads = min(allowed, len(parts))
+    threads = min(max(allowed, most), len(parts))
     without_gradients = torch.no_grad()(work)  # every thread has its own setting
     if threads <= 1:
         return [without_gradients(part) for part in parts]

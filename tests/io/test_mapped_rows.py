@@ -16,6 +16,7 @@ from torch import Tensor
 
 from otad.cip import BankProblem, ExactCip
 from otad.errors import InputError
+from otad.io import mapped_rows
 from otad.io.mapped_rows import FileRows, block_of, gathered, in_file, remember
 from otad.model.bank import FeatureBank
 
@@ -35,7 +36,11 @@ def mapped(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_those_of_the_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("least", [1, 2**21])  # bytes that are read into huge pages
+def test_rows_are_those_of_the_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(mapped_rows, "_HUGE_PAGE", least)
     points, drawn = mapped(tmp_path / "file", dtype)
     generator = torch.Generator().manual_seed(2)
     for shape in ((0,), (3, 0), (1,), (5,), (2, 4), (3, 1, 5)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,9 @@ from otad.checks import require
 from otad.errors import OtadError
 from otad.threads import run_on_threads
 
-_BYTES_AT_ONCE = 2**23  # that a thread reads, which takes longer than to start it
+_BYTES_AT_ONCE = 2**21  # that a thread reads, which takes longer than to start it
+_READERS = min(8, os.cpu_count() or 1)  # threads that read for a GPU, which waits for them
+_HUGE_PAGE = 2**21  # bytes
 
 
 class FileRows:
@@ -60,7 +63,7 @@ class FileRows:
             for row, place in enumerate(some, first):
                 self._fill(memory[row * self.row_bytes : (row + 1) * self.row_bytes], place)
 
-        run_on_threads(range(0, len(places), size), read_some)
+        run_on_threads(range(0, len(places), size), read_some, _READERS if pinned else 0)
         return found
 
     def block(self, start: int, stop: int) -> Tensor:
@@ -71,8 +74,14 @@ class FileRows:
         return found
 
     def _empty(self, count: int, pinned: bool) -> tuple[Tensor, memoryview]:
-        found = torch.empty((count, *self.shape[1:]), dtype=self.dtype, pin_memory=pinned)
-        return found, found.view(-1).view(torch.uint8).numpy().data
+        shape, size = (count, *self.shape[1:]), count * self.row_bytes
+        if pinned or size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+            found = torch.empty(shape, dtype=self.dtype, pin_memory=pinned)
+            return found, found.view(-1).view(torch.uint8).numpy().data
+        # Fresh memory in pages of the usual size takes longer than to read the rows.
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=self.dtype).view(shape), memoryview(memory)
 
     def _fill(self, memory: memoryview, place: int) -> None:
         done = 0
