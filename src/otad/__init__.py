@@ -82,15 +82,6 @@ _SOURCES = {
     "otad.threat": ("L2", "Linf", "LpBall"),
 }
 _SOURCE_OF = {name: source for source, names in _SOURCES.items() for name in names}
-_MOVED = {
-    "bench": "the scripts in benchmarks/",
-    "building": "otad.model.defend",
-    "commands": "otad.cli",
-    "defense": "otad.model.otad",
-    "imitation": "otad.model.imitation",
-    "neighbors": "otad.search.neighbors",
-    "transport": "otad.training",
-}
 
 
 class _Package(ModuleType):
@@ -106,21 +97,10 @@ class _Package(ModuleType):
         super().__setattr__(name, value)
 
 
-class _MovedFinder:
-    """Names the new place of a module that is imported by an earlier name."""
-
-    def find_spec(self, name: str, path: object, target: object = None) -> None:
-        if (old := name.removeprefix("otad.")) in _MOVED and old != name:
-            raise ModuleNotFoundError(f"No module named {name!r}: use {_MOVED[old]}")
-
-
 sys.modules[__name__].__class__ = _Package
-sys.meta_path.append(_MovedFinder())  # asked last, for modules that do not exist
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MOVED:
-        raise AttributeError(f"module 'otad' has no attribute {name!r}: use {_MOVED[name]}")
     if name not in _SOURCE_OF:
         raise AttributeError(f"module 'otad' has no attribute {name!r}")
     source = _SOURCE_OF[name]

@@ -96,7 +96,6 @@ def test_the_help_shows_the_first_sentence_and_an_example(name: str) -> None:
         ("reproduce mnist --device meta", "device: .*'meta'"),
         ("reproduce all mnist", "names: .*'all' alone, got all, mnist"),
         ("train no_such_data --out net", "data: "),
-        ("bench", "benchmarks/"),
         ("train digits --out=", "out: expected a value, got an empty text"),
         ("demo --out EMPTY", "out: expected a value, got an empty text"),
         ("predict model EMPTY --out answers.csv", "expected a value, got an empty text"),

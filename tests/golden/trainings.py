@@ -18,6 +18,8 @@ from otad import OTADClassifier, OTADRegressor
 from otad.cip.surrogate import CipNet, CipNetConfig
 from otad.cli.main import main as commands
 from otad.cli.sources import TrainedNet
+from otad.data import subset_per_class
+from otad.io.mapped_rows import gathered
 from otad.model.bank import FeatureBank
 from otad.model.imitation import imitate
 from otad.model.prototypes import prototype_net
@@ -241,9 +243,11 @@ def bank_answers(path: Path) -> Arrays:
     found: Arrays = {}
     for name, mmap in (("mapped", True), ("read", False)):
         bank = FeatureBank.load(path, mmap=mmap)
-        inputs, features = bank.gather(torch.tensor([[0, 3], [44, 7]]))
-        some = bank.subset(4, torch.Generator().manual_seed(1))
-        found |= {f"{name}/inputs": inputs.numpy(), f"{name}/features": features.numpy()}
+        rows = torch.tensor([[0, 3], [44, 7]])
+        chosen = subset_per_class(bank.labels, 4, torch.Generator().manual_seed(1))
+        some = bank.select(chosen)
+        for part, tensor in (("inputs", bank.inputs), ("features", bank.features)):
+            found[f"{name}/{part}"] = gathered(tensor, rows).float().numpy()
         found |= {f"{name}/labels": bank.labels.numpy(), f"{name}/subset": some.inputs.numpy()}
         found[f"{name}/fingerprint"] = as_array(bank.fingerprint)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -102,40 +101,14 @@ def test_file_is_mapped_and_never_changed(file: Path) -> None:
     assert file.read_bytes() == before
 
 
-def test_gather(file: Path) -> None:
-    for bank, shape in product((build(), FeatureBank.load(file)), [(0,), (3, 0), (0, 2)]):
-        for part in bank.gather(torch.empty(shape, dtype=torch.int64), torch.float64):
-            assert (part.shape, part.dtype) == ((*shape, D), torch.float64)
-    bank = build(dtype=torch.float16)
-    indices = torch.tensor([[3, 56, 3], [0, 1, 2]])
-    inputs, features = bank.gather(indices)
-    assert inputs.shape == features.shape == (2, 3, D)
-    assert inputs.dtype == features.dtype == torch.float32
-    assert torch.equal(inputs[0, 1], bank.inputs[56].float())
-    assert torch.equal(features[0, 2], bank.features[3].float())
-    assert bank.gather(indices, torch.float64)[0].dtype == torch.float64
-    for bad in (57, -1):
-        with pytest.raises(InputError, match=r"indices: expected 0 to 56, got"):
-            bank.gather(torch.tensor([0, bad]))
-    for bad in (torch.tensor([True]), [1, 2]):
-        with pytest.raises(InputError, match=r"indices: expected .*, got (torch.bool|.*list)"):
-            bank.gather(bad)
-
-
-def test_subset() -> None:
-    bank = build()
-    small, again, other = (bank.subset(5, torch.Generator().manual_seed(it)) for it in (3, 3, 4))
-    assert small.labels.bincount().tolist() == [5, 5, 5, 5]
-    where = (small.inputs[:, None] == bank.inputs).all(2).nonzero()[:, 1]
-    assert torch.equal(where, where.unique())  # no point twice, in the order of the bank
-    assert torch.equal(bank.features[where], small.features)
-    assert torch.equal(bank.labels[where], small.labels)
-    assert_same(again, small)
-    assert len({bank.fingerprint, small.fingerprint, other.fingerprint}) == 3
-    with pytest.raises(InputError, match="at most 14, the points of class 1, got 15"):
-        bank.subset(15, torch.Generator())
-    with pytest.raises(InputError, match=r"labels: .*int64.*float32"):
-        build(y=torch.rand(N)).subset(1, torch.Generator())
+def test_selected_rows_make_a_bank() -> None:
+    bank, rows = build(), torch.tensor([3, 56, 0])
+    small = bank.select(rows)
+    for part in ("inputs", "features", "labels"):
+        assert torch.equal(getattr(small, part), getattr(bank, part)[rows])
+    assert_same(bank.select(rows), small)
+    names = {bank.fingerprint, small.fingerprint, bank.select(rows.flip(0)).fingerprint}
+    assert len(names) == 3
 
 
 def test_every_changed_byte_is_noticed(file: Path) -> None:

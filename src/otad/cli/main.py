@@ -49,8 +49,6 @@ class _Commands(TyperGroup):
             self.add_command(TyperCommand(name, help=summary), name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] == "bench":
-            raise InputError("no command 'bench': run the scripts in benchmarks/")
         for before, text in zip(["", *args], [] if ctx.resilient_parsing else args, strict=False):
             flag, equals, value = text.partition("=")
             if not text or (equals and not value and flag.startswith("--")):

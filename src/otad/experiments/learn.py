@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, cast
@@ -26,19 +26,6 @@ from otad.training.config import LoopConfig
 
 N = TypeVar("N", nets.Backbone, nets.Metric, CipNet, baselines.Purifier)
 C = TypeVar("C", bound=LoopConfig)
-_METRICS: dict[str, Callable[..., nets.Metric]] = {
-    "resnet": nets.ResNetMetric,
-    "cnn": nets.CNNMetric,
-    "vit": nets.ViTMetric,
-    "attention": nets.AttentionMetric,
-    "lipschitz": nets.LipschitzMetric,
-}
-_PURIFIERS: dict[str, Callable[..., baselines.Purifier]] = {
-    "median_filter": baselines.MedianFilter,
-    "sparse_coding": baselines.SparseCoding,
-    "ape_gan": baselines.ApeGan,
-    "diffusion": baselines.Diffusion,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,14 +96,15 @@ def fresh_metric(
             return nets.PretrainedMetric(net, input_shape=shape, **units, **options)
         fitted = _units(data.train_x, spec.normalize)
         units = {} if fitted is None else {"mean": fitted.mean, "std": fitted.std}
-        return _METRICS[spec.kind](shape, seed=seed, **units, **options)
+        made: Options = {"kind": spec.kind, "input_shape": shape, "seed": seed}
+        return nets.build_metric(made | units | options)
 
 
 def fresh_purifier(spec: PurifierSpec, net: nets.Backbone, seed: int) -> baselines.Purifier:
-    options = Options(bounds=net.bounds) | spec.options
-    options |= {} if spec.kind == "median_filter" else {"seed": seed}
+    options: Options = {"kind": spec.kind, "input_shape": net.input_shape, "bounds": net.bounds}
+    options |= spec.options | ({} if spec.kind == "median_filter" else {"seed": seed})
     with refusing(f"options: expected those of {spec.kind!r}"):
-        return _PURIFIERS[spec.kind](net.input_shape, **options)
+        return baselines.Purifier.family.build(options)
 
 
 def config_of(kind: type[C], settings: Options, **place: Any) -> C:

@@ -335,7 +335,7 @@ def _neighbor(it: Any) -> list[float | int | None]:
 
 def _evenly(count: int, most: int) -> Tensor:
     """Up to `most` of so many rows, at equal steps."""
-    return torch.linspace(0, count - 1, min(count, most)).round().long()
+    return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).round().long()
 
 
 def _finite(value: Any) -> Any:

@@ -234,3 +234,8 @@ def block_of(points: Tensor, start: int, stop: int) -> Tensor:
     """points[start:stop] for points (N,d), where they are."""
     rows = in_file(points)
     return points[start:stop] if rows is None else rows.block(start, stop)
+
+
+def spread_rows(count: int, most: int) -> Tensor:
+    """Up to `most` of so many rows, evenly spread from the first to the last."""
+    return torch.linspace(0, count - 1, min(count, most), dtype=torch.float64).long()

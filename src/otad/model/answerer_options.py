@@ -13,6 +13,7 @@ from torch import nn
 from otad.checks import check_count, check_shape, require
 from otad.cip import ExactCip
 from otad.cip.protocols import Solver
+from otad.cip.surrogate import CipNet
 from otad.cip.whole_bank import potential as potentials
 from otad.cip.whole_bank.lifted_bank import lifted_potential
 from otad.cip.whole_bank.potential import BankPotential, Progress
@@ -102,7 +103,9 @@ def check_settings(
             answerers.check_curvature(smoothness, strong_convexity)
         require(math.isfinite(strong_convexity), "strong_convexity", "a number", strong_convexity)
     else:
-        local = answerers.local_answerer(solver, smoothness, strong_convexity)
+        is_net = isinstance(solver, CipNet)
+        kind = answerers.SurrogateAnswerer if is_net else answerers.NeighborAnswerer
+        local = kind(solver, smoothness, strong_convexity)
         local.check_sizes(n_neighbors, dim)
         spares = local.spares
     searched = check_count(n_neighbors, "n_neighbors") + spares

@@ -360,14 +360,6 @@ class WholeBankAnswerer(Answerer):
 ANSWERERS: tuple[type[Answerer], ...] = (NeighborAnswerer, SurrogateAnswerer, WholeBankAnswerer)
 
 
-def local_answerer(
-    solver: Solver | None, smoothness: float | None, strong_convexity: float
-) -> NeighborAnswerer:
-    """Return the answerer of local scope for a solver."""
-    kind = SurrogateAnswerer if isinstance(solver, CipNet) else NeighborAnswerer
-    return kind(solver, smoothness, strong_convexity)
-
-
 def is_global(scope: str) -> bool:
     """Return whether a scope asks for a global map, and refuse unknown scopes."""
     return check_choice(scope, "scope", SCOPES) == "global"

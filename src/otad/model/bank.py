@@ -25,7 +25,7 @@ from otad.checks import (
 )
 from otad.errors import InputError
 from otad.io import tensor_files
-from otad.io.mapped_rows import JoinedRows, block_of, gathered, remember
+from otad.io.mapped_rows import JoinedRows, block_of, gathered, remember, spread_rows
 from otad.model.bank_shards import checked_index, join_shards, shard_name, shard_rows
 from otad.progress import Counter, progress_bar
 from otad.short_repr import short_repr
@@ -81,37 +81,11 @@ class FeatureBank:
     def dtype(self) -> torch.dtype:
         return self.inputs.dtype
 
-    def gather(self, indices: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Return inputs and features (..., d) at indices (...), on the device of the indices."""
-        kind = getattr(indices, "dtype", type(indices).__name__)
-        require(kind == torch.int64, "indices", "a tensor of dtype int64", kind)
-        if indices.numel() > 0:
-            low, high = (int(bound) for bound in indices.aminmax())
-            allowed = low >= 0 and high < len(self)
-            require(allowed, "indices", f"0 to {len(self) - 1}", f"{low} to {high}")
-        inputs, features = (
-            gathered(part, indices, indices.device) for part in (self.inputs, self.features)
-        )
-        return inputs.to(dtype), features.to(dtype)
-
     def sample(self) -> str:
         """Return a fingerprint of at most 64 points, evenly spread over the bank."""
-        rows = torch.linspace(0, len(self) - 1, min(len(self), 64), dtype=torch.float64).long()
+        rows = spread_rows(len(self), 64)
         parts = {"inputs": self.inputs, "features": self.features, "labels": self.labels}
         return tensor_files.fingerprint({name: gathered(t, rows) for name, t in parts.items()})
-
-    def subset(self, per_class: int, generator: torch.Generator) -> FeatureBank:
-        """Return a bank of `per_class` random points of each class, in the order of the bank."""
-        check_tensor(self.labels, "labels", "N", dtypes=(torch.int64,))
-        check_count(per_class, "per_class")
-        chosen = []
-        for label in self.labels.unique():
-            members = (self.labels == label).nonzero()[:, 0]
-            expected = f"at most {len(members)}, the points of class {int(label)}"
-            require(per_class <= len(members), "per_class", expected, per_class)
-            order = torch.randperm(len(members), generator=generator, device=generator.device)
-            chosen.append(members[order[:per_class].to(members.device)])
-        return self.select(torch.cat(chosen).sort().values)
 
     def select(self, rows: Tensor) -> FeatureBank:
         """Return a bank of these rows, in memory."""

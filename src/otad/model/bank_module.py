@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.checks import check_choice, check_shape, check_tensor, require
-from otad.io.mapped_rows import gathered
+from otad.io.mapped_rows import gathered, spread_rows
 from otad.model.bank import FeatureBank
 from otad.search.neighbors import FaissSearch, Neighbors, NeighborSearch, Search, TorchSearch
 
@@ -92,7 +92,7 @@ class BankModule(nn.Module):
         not used by a model in another dtype or by what `replace` returns."""
         points = self.bank_points
         check_shape(points, "search", (len(search), search.dim), "of its points, like the bank")
-        rows = torch.linspace(0, len(points) - 1, min(len(points), 16), dtype=torch.float64).long()
+        rows = spread_rows(len(points), 16)
         apart = float(search(gathered(points, rows), 1).distances.max())
         require(apart == 0, "search", "the points of the bank", f"others, at a distance of {apart}")
         self._given = points.dtype, search

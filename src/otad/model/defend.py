@@ -14,6 +14,7 @@ from otad.checks import check_choice, check_shape, check_weights, require
 from otad.cip.whole_bank.lifted_bank import least_lipschitz
 from otad.cip.whole_bank.potential import Progress
 from otad.errors import InputError, SolverError
+from otad.io.mapped_rows import spread_rows
 from otad.io.tensor_files import fingerprint_of
 from otad.model.answerer_options import check_settings
 from otad.model.answerers import is_global
@@ -198,7 +199,7 @@ def _adapted(
         if inputs == "auto":
             return Adapted(net, "transport", "")
     task = _task(x, y)
-    rows = torch.linspace(0, len(x) - 1, min(SAMPLE, len(x)), dtype=torch.float64).long()
+    rows = spread_rows(len(x), SAMPLE)
     return adapted(net, x[rows.to(x.device)], inputs=inputs, task=task, bounds=bounds)
 
 

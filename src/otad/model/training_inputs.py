@@ -7,6 +7,7 @@ from torch import Tensor
 
 from otad.checks import check_shape, require
 from otad.errors import InputError
+from otad.io.mapped_rows import spread_rows
 from otad.model.otad import OTAD
 
 SAMPLE = 64  # training inputs that are embedded again
@@ -25,7 +26,7 @@ def check_training_inputs(model: OTAD, train_x: object, rows: Tensor | None = No
         raise InputError(f"train_x: expected a tensor of dtype {backbone.mean.dtype}, got {got}")
     check_shape(train_x, "train_x", (points, *backbone.input_shape), "with a row per bank point")
     if rows is None:
-        rows = torch.linspace(0, points - 1, min(SAMPLE, points)).long()
+        rows = spread_rows(points, SAMPLE)
     again = backbone.embed(train_x[rows.to(train_x.device)].to(backbone.mean.device))
     known = model.bank_inputs[rows.to(model.bank_inputs.device)].to(again)
     off = (again - known).norm(dim=1) > SAME * (again.norm(dim=1) + known.norm(dim=1))

@@ -10,7 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,6 @@ class Request:
     outputs: dict[str, bool]
     binary: bool = False
     id: str | None = None
-    parameters: dict[str, Any] = field(default_factory=dict)
 
 
 def read_request(body: bytes, header_length: str | None, expected: Sequence[Tensor]) -> Request:
@@ -86,7 +85,6 @@ def read_request(body: bytes, header_length: str | None, expected: Sequence[Tens
         outputs,
         _flag(parameters, "binary_data_output", False),
         _text(content, "id", "request") if "id" in content else None,
-        parameters,
     )
 
 

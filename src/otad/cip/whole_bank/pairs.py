@@ -9,7 +9,7 @@ from torch import Tensor
 
 from otad.checks import STORAGE_DTYPES, check_alike, check_shape, check_tensor
 from otad.cip.execution import blocks
-from otad.io.mapped_rows import gathered
+from otad.io.mapped_rows import gathered, spread_rows
 
 BLOCK_BYTES = 2**28
 SAMPLE = 65  # points from which the middle of a bank is estimated
@@ -101,5 +101,5 @@ def half_squares(points: Tensor, center: Tensor) -> Tensor:
 def middle_of(points: Tensor, device: torch.device | None = None) -> Tensor:
     """Return the coordinate-wise median (d,) of a sample of a bank (N,d), in memory or a file."""
     count = len(points)
-    chosen = torch.linspace(0, count - 1, min(SAMPLE, count), dtype=torch.float64).long()
+    chosen = spread_rows(count, SAMPLE)
     return gathered(points, chosen, device).median(0).values
