@@ -103,7 +103,9 @@ def check_finite(value: Tensor, name: str) -> None:
 
 
 def adds_up(value: Tensor) -> bool:
-    """Return whether a sum of all entries is finite, so that they are. It is one cheap pass."""
+    """Return whether a sum of all entries is finite, which takes one cheap pass.
+
+    If it is, every entry is. If not, an entry is not finite, or the sum overflowed."""
     if type(value) is Tensor and value.is_cpu and value.dtype in WORKING_DTYPES:
         array = value.numpy(force=True)
         # BLAS wakes threads for many entries, and so does torch. They wait in a busy loop.

@@ -387,7 +387,7 @@ def test_leaving_one_out_names_the_nearest_others(generator: torch.Generator) ->
     ("options", "message"),
     [
         ({"alpha": 1.5}, "alpha: .*0 to 1.*1.5"),
-        ({"alpha": 0.5}, "own_features: .*alpha = 0.5"),
+        ({"alpha": 0.5}, "own_features: .*alpha is 0.5"),
         ({"own_features": torch.zeros(8, DIM + 1)}, "own_features: .*shape"),
         ({"own_features": torch.full((8, DIM), torch.nan)}, "own_features: .*finite"),
         ({"save_seconds": -1.0}, "save_seconds: .*from 0"),

@@ -297,7 +297,7 @@ def test_prototypes_drawn_differently_are_told_apart(tmp_path: Path) -> None:
         ("test_fraction = 0.9", "test_fraction = [1]", "net", "data.digits: .*options|fraction: "),
         ("batch_size = 64,", "size = 64,", "metric", "train: .*size"),
         ("steps = 1", "step = 1", "metric", "train: .*step"),
-        ("key_dim = 4", "keys = 4", "metric", "options: .*'cnn'.*keys"),
+        ("key_dim = 4", "keys = 4", "metric", "options of cnn.*keys"),
         ("epochs = 2, warmup", "epoch = 2, warmup", "surrogate", "train: .*epoch"),
         ("heads = 2, blocks", "head = 2, blocks", "surrogate", "options: .*head"),
     ],

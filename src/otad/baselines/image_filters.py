@@ -107,7 +107,12 @@ class SparseCoding(Purifier):
         self.patch = check_count(patch, "patch", most=min(sides))
         self.stride = check_count(stride, "stride", most=patch)
         covers = not any((side - patch) % stride for side in sides)
-        require(covers, "stride", f"one that divides {sides} - {patch}", stride)
+        require(
+            covers,
+            "stride",
+            f"a divisor of {[side - patch for side in sides]}, the sides minus the patch",
+            stride,
+        )
         check_positive(penalty, "penalty")
         self.atoms, self.steps = check_count(atoms, "atoms"), check_count(steps, "steps")
         self.penalty = float(penalty)

@@ -98,8 +98,8 @@ MetricLipschitz = Annotated[
 WithinBounds = Annotated[
     bool,
     option(
-        "Also prove what holds while inputs stay within the bounds of the model, apart from the "
-        "rest.",
+        "Also prove radii for changes that keep inputs within the bounds of the model, listed "
+        "separately.",
         "--within-bounds",
     ),
 ]
@@ -155,7 +155,7 @@ def read_numbers(text: str, option: str) -> tuple[float, ...]:
 def read_radii(text: str) -> tuple[float, ...]:
     radii = read_numbers(text, "eps")
     odd = radii[0] == 0 and (len(radii) == 2 or [*radii] != sorted(radii))
-    expected = "a decimal point in 0.5, as commas separate distances, or 0.0 for no distance"
+    expected = "a decimal point, as in 0.5, because commas separate several eps; 0.0 means eps 0"
     require("." in text or not odd, "eps", expected, repr(text))
     valid = len({*radii}) == len(radii) and all(0 <= eps < float("inf") for eps in radii)
     require(valid, "eps", "distinct finite numbers of at least 0", repr(text))

@@ -79,8 +79,8 @@ def common_size(paths: Sequence[Path], folder: Path) -> int:
     named = [f"{wide} x {high} ({count})" for (wide, high), count in counts.most_common(3)]
     found = f"{len(counts)} sizes, width x height: {', '.join(named)}"
     found += ", ..." if len(counts) > 3 else ""
-    expected = "size (--size), to which images are resized and cropped, as they are not all"
-    require(not others and width == height, str(folder), f"{expected} the same square", found)
+    expected = "square images of one size, or a size (--size) to resize and crop them to"
+    require(not others and width == height, str(folder), expected, found)
     return width
 
 

@@ -113,8 +113,9 @@ def evaluate(
     embedding_lipschitz, metric_lipschitz : float, optional
         Lipschitz constants that the model does not know; see `certify`.
     train_x : Tensor or array (N, *input_shape), optional
-        The training inputs, for attacks on a defended model whose bank does not hold them. For
-        other models they are only compared with x, so one call serves a network and its defense.
+        The training inputs, for attacks on a defended model whose bank does not hold them. For a
+        model without a bank they only show which examples are training points, so that the same
+        call works for a network and for its defense.
     undefended : bool
         Whether to attack the network inside a defended model alone as well, to show the gain.
     seed : int

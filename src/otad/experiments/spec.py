@@ -240,7 +240,8 @@ class RowSpec:
             "lipschitz": self.method in ("otad", "net") and self.purifier is None,
         }
         for name, is_used in has_effect.items():
-            require(is_used or not getattr(self, name), name, "it where it has an effect", self)
+            given = getattr(self, name)
+            require(is_used or not given, name, "none, because it would have no effect", given)
 
     @property
     def uses_neighbors(self) -> bool:

@@ -40,7 +40,7 @@ Options = dict[str, Any]  # arguments of `OTAD`
 class Answer:
     """What an answerer finds for B queries, and the training points (B,K) it is based on.
 
-    `gap` (B,) is the duality gap of a global map: |z' - exact|^2 <= 2 (L - l) gap."""
+    `gap` (B,) is the duality gap of a global map: |z' - exact|^2 <= (L - l) gap."""
 
     neighbors: Neighbors
     solution: CipSolution

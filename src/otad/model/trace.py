@@ -28,7 +28,7 @@ class Trace(Answer):
         How far the inputs are from the bank: see `OTAD.distance`.
     gap : Tensor (B,) or None
         The duality gap of a global map, which bounds the error of a feature z by
-        `|z - exact|^2 <= 2 (L - l) gap`.
+        `|z - exact|^2 <= (L - l) gap`.
 
     Examples
     --------

@@ -238,7 +238,8 @@ def train_cip_net(
     require(is_config, "config", "a CipNetConfig", type(config).__name__)
     require(0 <= alpha <= 1, "alpha", "a number from 0 to 1", repr(alpha))
     if own_features is None:
-        require(alpha == 1, "own_features", f"them for alpha = {alpha}", None)
+        expected = f"the features of the backbone, because alpha is {alpha} and not 1"
+        require(alpha == 1, "own_features", expected, None)
     else:
         check_tensor(own_features, "own_features", "M,d", dtypes=STORAGE_DTYPES)
         check_shape(own_features, "own_features", tuple(problems.query.shape), "like the queries")
