@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from evaluate.small import plane_data, two_sides
 from torch import Tensor, nn
 from torch.nn import functional
 
+import otad
 from otad.attacks import L2, Attack, MetricAttack, Transfer
 from otad.attacks.adaptive import Straight
 from otad.evaluate.identity import Identity
 from otad.evaluate.protocol import run_attacks
+from otad.search.ivf import IvfSearch, build_lists
 
 SOURCE = """
 class Net(nn.Module):
@@ -155,3 +158,25 @@ def test_batches_that_cannot_be_named_are_not_saved(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"not saved.*metric\.metric \(function\)"):
         run_attacks(model, *plane_data(), L2(0.1), [attack], folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_defended_model_inside_another_module_is_described(tmp_path: Path) -> None:
+    x, y = torch.rand(40, 3, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 2
+
+    def names(**settings: Any) -> tuple[str, list[str]]:
+        given = {"inputs": "pixels", "scope": "local", "n_neighbors": 3} | settings
+        probes = given.pop("probes", None)
+        model = otad.defend(None, x, y, **given)
+        if probes is not None:
+            path = build_lists(model.bank_points, tmp_path / "lists", cells=5)
+            model.use_search(IvfSearch(path, n_probe=probes))
+        found = Identity()
+        return found.model(nn.Sequential(model).eval())["fingerprint"], found.unknown
+
+    plain = names()
+    others = [names(n_neighbors=4), names(smoothness=3.0), names(abstain_beyond=1.0)]
+    assert len({plain[0], *(name for name, _ in others)}) == 4
+    assert names() == plain
+    assert [unknown for _, unknown in (plain, *others)] == [[]] * 4
+    if find_spec("faiss"):  # what a search finds that stops early is not known
+        assert names(probes=1)[1]

@@ -79,7 +79,11 @@ class Identity:
         """What a module holds beside its tensors and parts."""
         place = ".".join(filter(None, (where, name)))
         if isinstance(module, (OTAD, Knn)):
-            return {}  # the card describes them
+            settings = _settings(module) if name else {}  # the card describes the model itself
+            defended = module if isinstance(module, OTAD) else module.model
+            if not defended.searches_exactly:
+                settings |= {"search": self._plain(defended._search(), f"{place}.search")}
+            return settings
         if isinstance(module, Answerer):
             return {"solver": self._plain(module.solver, f"{place}.solver")}
         own = {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}
