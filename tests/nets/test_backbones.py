@@ -9,6 +9,7 @@ import torch
 from factories import refuses
 from torch import Tensor, nn
 
+from otad.errors import InputError
 from otad.nets import FCResNet, LinearHead, fc_resnet, lifted_net, plain_net
 from otad.nets.inputs import draw_linear
 from otad.nets.vit import VisionTransformer, vision_transformer
@@ -248,3 +249,13 @@ def test_parameters_have_the_names_and_shapes_of_timm() -> None:
         expected |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
     net = tiny_vit((3, 4, 4), 5, class_token=True, final_norm=True, mean=0.5)
     assert {name: tuple(weight.shape) for name, weight in net.named_parameters()} == expected
+
+
+def test_bounds_are_compared_in_the_precision_of_the_inputs() -> None:
+    bounds = (0 - 0.1307) / 0.3081, (1 - 0.1307) / 0.3081  # float32 rounds the first one outwards
+    net = fc_resnet((2,), 2, blocks=1, bounds=bounds)
+    ends = torch.tensor([bounds])
+    assert ends[0, 0].item() < bounds[0]
+    assert torch.equal(net.check_inputs(ends), ends)
+    with pytest.raises(InputError, match="within the declared bounds"):
+        net.check_inputs(torch.nextafter(ends, torch.tensor(-torch.inf)))

@@ -101,6 +101,9 @@ class InputNet(nn.Module):
             within = bounds[0] <= low <= high <= bounds[1]
             if not within:  # NaN is never within the bounds
                 check_finite(inputs, name)
+                # A bound such as 0.3 is another number in the dtype of the inputs.
+                least, most = torch.tensor(bounds, dtype=inputs.dtype).tolist()
+                within = least <= low <= high <= most
             expected = f"values within the declared bounds {bounds}"
             require(within, name, expected, f"values from {low} to {high}")
         return inputs
