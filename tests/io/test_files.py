@@ -18,7 +18,7 @@ from together import forked
 from torch import Tensor
 
 from otad.errors import InputError, OtadError
-from otad.io.files import replacing
+from otad.io.files import _lock, replacing
 from otad.io.tensor_files import read_tensors, write_sealed, write_tensors
 from otad.model.bank import FeatureBank
 from otad.model.defend import defend
@@ -212,3 +212,22 @@ def test_links_are_followed_modes_kept_and_other_kinds_refused(tmp_path: Path) -
     for path in (pipe, tmp_path, Path("/dev/null")):
         with pytest.raises(InputError, match=f"{path}: expected a regular file"), replacing(path):
             pass
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be removed there")
+def test_a_leftover_is_removed_while_its_lock_is_held(tmp_path: Path, monkeypatch) -> None:
+    """Else a writer that has just made the file could lock it, and then lose it."""
+    leftover, unlink, held = tmp_path / ".file.0.partial", Path.unlink, []
+
+    def noting(path: Path, missing_ok: bool = False) -> None:
+        if path == leftover:
+            with path.open("rb") as file:
+                held.append(not _lock(file))
+        unlink(path, missing_ok)
+
+    leftover.touch()
+    monkeypatch.setattr(Path, "unlink", noting)
+    with replacing(tmp_path / "file") as partial:
+        partial.write_text("new")
+    assert held == [True]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -59,7 +59,8 @@ def _new_partial(path: Path) -> tuple[Path, BinaryIO]:
     while True:
         partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
         guard = partial.open("xb")
-        if _lock(guard) and partial.exists():  # else it was removed before it was locked
+        # Else it was removed before it was locked.
+        if _lock(guard) and (sys.platform == "win32" or os.fstat(guard.fileno()).st_nlink > 0):
             return partial, guard
         guard.close()
 
@@ -69,7 +70,9 @@ def _remove_abandoned(path: Path) -> None:
         with suppress(OSError):  # another writer removed it, or on Windows still has it open
             with leftover.open("rb") as file:
                 abandoned = _lock(file)
-            if abandoned:
+                if abandoned and sys.platform != "win32":
+                    leftover.unlink()  # before its writer, if it has just begun, can lock it
+            if abandoned and sys.platform == "win32":  # where an open file cannot be removed
                 leftover.unlink()
 
 
