@@ -249,3 +249,15 @@ def test_bad_arguments_are_refused(generator: torch.Generator, tmp_path: Path) -
     otad.nets.save_net(net, tmp_path / "net")
     with pytest.raises(InputError, match="expected a purified model"):
         Purified.load(tmp_path / "net")
+
+
+def test_training_does_not_change_the_classifier_that_it_attacks() -> None:
+    net = otad.nets.ResNet((1, 8, 8), 3, widths=(4, 8), bounds=(0.0, 1.0))  # in training mode
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    settings = {"epochs": 1, "batch_size": 12}
+    given = {"net": net, "threat": otad.L2(0.5), "settings": settings, "progress": False}
+    otad.baselines.train_purifier(
+        otad.baselines.ApeGan((1, 8, 8), width=4), torch.rand(12, 1, 8, 8), **given
+    )
+    assert net.training
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())

@@ -14,6 +14,7 @@ from otad.baselines.purification import Purifier
 from otad.checks import check_device, refusing, require
 from otad.io.tensor_files import fingerprint, fingerprint_of
 from otad.nets import Backbone
+from otad.nets.inputs import evaluating
 from otad.threat import LpBall
 from otad.training import Adversary
 from otad.training.acceleration import precision
@@ -70,7 +71,7 @@ class PurifierTraining(Training[Purifier, PurifierEpoch]):
         self, x: Tensor, net: Backbone, adversary: Adversary, generator: torch.Generator
     ) -> Tensor:
         """Return inputs (B,*) that raise the loss of a network at its own answers for x."""
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(net):
             labels = net(x).argmax(1)
         ball = adversary.ball(net)
 
