@@ -20,6 +20,7 @@ TABLE = {
         "arguments",
         "errors",
         "checks",
+        "precision",
         "threat",
         "processes",
         "progress",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from threadpoolctl import threadpool_info
 
-from otad.threads import run_on_threads
+from otad.threads import _ONE_THREAD_EACH, run_on_threads
 
 
 @pytest.mark.parametrize("allowed", [1, 3])
@@ -29,3 +34,58 @@ def test_results_are_in_order_and_settings_stay(allowed) -> None:
         assert torch.get_num_threads() == allowed
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_setting_of_the_process_is_undone_by_the_last_thread_that_needs_it() -> None:
+    def limits() -> list[int]:
+        found = [one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"]
+        return [torch.get_num_threads(), *found]
+
+    before, inside, gate = limits(), threading.Barrier(2, timeout=300), threading.Event()
+
+    def first() -> None:
+        with _ONE_THREAD_EACH:
+            inside.wait()
+
+    def second() -> None:
+        with _ONE_THREAD_EACH:
+            inside.wait()
+            gate.wait(300)
+
+    with ThreadPoolExecutor(2) as pool:  # both threads stay alive until the end
+        one, two = pool.submit(first), pool.submit(second)
+        one.result()
+        assert limits()[1:] == [1] * (len(before) - 1)
+        gate.set()
+        two.result()
+        assert limits() == before
+        with _ONE_THREAD_EACH:  # in another thread again
+            assert limits()[1:] == [1] * (len(before) - 1)
+    assert limits() == before
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "cuda.matmul.fp32_precision = 'tf32'",
+        "cudnn.conv.fp32_precision = 'tf32'",
+        "mkldnn.matmul.fp32_precision = 'bf16'",
+        "fp32_precision = 'tf32'",
+    ],
+)
+def test_both_ways_to_set_the_precision_of_torch_are_supported(setting: str) -> None:
+    code = f"""
+        import torch, otad
+        backends = torch.backends
+        backends.{setting}
+        places = backends.cuda.matmul, backends.cudnn.conv
+        now = lambda: [place.fp32_precision.replace("none", "ieee") for place in places]
+        before, x = now(), torch.rand(20, 4)
+        model = otad.defend(None, x, torch.arange(20) % 3, inputs="pixels", scope="local")
+        net = otad.nets.SOCNet((1, 8, 8), 3, widths=(4,)).eval()
+        assert model(x).isfinite().all() and net(torch.rand(2, 1, 8, 8)).isfinite().all()
+        assert now() == before, now()
+    """
+    run = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import TypeVar
+from threading import Lock
+from typing import Generic, TypeVar
 
 import torch
 from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
+Value = TypeVar("Value")
+
+
+class ProcessWide(Generic[Value]):
+    """A setting of the whole process: the first thread that needs it makes it, the last undoes it.
+
+    If each thread restored what it has found, a setting of another one could stay forever."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Value]]) -> None:
+        self._make, self._lock, self._users = make, Lock(), 0
+
+    def __enter__(self) -> Value:
+        with self._lock:
+            if self._users == 0:
+                self._made = self._make()
+                self._value = self._made.__enter__()
+            self._users += 1
+            return self._value
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._made.__exit__(None, None, None)
 
 
 def run_on_threads(
@@ -21,8 +47,7 @@ def run_on_threads(
 
     Threads that work on parts of their own do not wait for each other after every operation. There
     are as many as torch may use, or up to `most` if that is more."""
-    allowed = torch.get_num_threads()
-    threads = min(max(allowed, most), len(parts))
+    threads = min(max(torch.get_num_threads(), most), len(parts))
     without_gradients = torch.no_grad()(work)  # every thread has its own setting
     if threads <= 1:
         return [without_gradients(part) for part in parts]
@@ -36,15 +61,40 @@ def run_on_threads(
         finally:
             list(rest)  # after an error, nobody starts another part
 
-    try:
-        with _numpy_blas().limit(limits=1), ThreadPoolExecutor(threads - 1) as pool:
-            others = [pool.submit(take_parts) for _ in range(threads - 1)]
-            take_parts()  # here too, because a thread takes long to start on a busy machine
-            for other in others:
-                other.result()
-    finally:
-        torch.set_num_threads(allowed)  # a thread's setting is the default of new threads
+    with _ONE_THREAD_EACH as allowed:
+        try:
+            with ThreadPoolExecutor(threads - 1) as pool:
+                others = [pool.submit(take_parts) for _ in range(threads - 1)]
+                take_parts()  # here too, because a thread takes long to start on a busy machine
+                for other in others:
+                    other.result()
+        finally:
+            torch.set_num_threads(allowed)
     return [found[place] for place in range(len(parts))]
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[int]:
+    """Limit NumPy to one thread, and yield how many torch may use: a thread's setting is also the
+    default of new threads."""
+    allowed, limited = torch.get_num_threads(), _numpy_blas().limit(limits=1)
+    try:
+        yield allowed
+    finally:
+        _let_any_thread_limit()  # perhaps not the thread that made the limit
+        limited.restore_original_limits()
+        _let_any_thread_limit()
+        torch.set_num_threads(allowed)
+
+
+def _let_any_thread_limit() -> None:
+    """Undo that recent versions of threadpoolctl let one thread alone limit OpenBLAS."""
+    for library in _numpy_blas().lib_controllers:
+        if hasattr(library, "clear_controlling_thread"):
+            library.clear_controlling_thread(force=True)
+
+
+_ONE_THREAD_EACH = ProcessWide(_one_thread_each)
 
 
 @cache

@@ -36,6 +36,7 @@ from torch import Tensor
 from otad.checks import check_count
 from otad.errors import InputError, OtadError
 from otad.io.sharing import Shared, SharedFiles, Sharing, pack, unpack
+from otad.precision import Precision, product_precision, set_product_precision
 from otad.progress import Counter
 
 Result = TypeVar("Result")
@@ -232,16 +233,14 @@ class _Settings(NamedTuple):
     """What a process sets for all its work, and the versions that results depend on."""
 
     dtype: torch.dtype
-    precision: str
-    tf32: bool
+    precision: Precision
     folder: str
     versions: tuple[str, str]
 
     @staticmethod
     def now() -> _Settings:
         return _Settings(
-            torch.get_default_dtype(), torch.get_float32_matmul_precision(),
-            torch.backends.cudnn.allow_tf32, os.getcwd(), _versions(),
+            torch.get_default_dtype(), product_precision(), os.getcwd(), _versions(),
         )  # fmt: skip
 
     def apply(self) -> None:
@@ -250,8 +249,7 @@ class _Settings(NamedTuple):
             there = there.format(*self.versions, *_versions())
             raise OtadError(f"executor: expected workers with {there}")
         torch.set_default_dtype(self.dtype)
-        torch.set_float32_matmul_precision(self.precision)
-        torch.backends.cudnn.allow_tf32 = self.tf32
+        set_product_precision(self.precision)
         with suppress(OSError):  # relative paths mean what they mean to the caller
             os.chdir(self.folder)
 

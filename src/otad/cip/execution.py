@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from otad.cip.protocols import RowProblem
-from otad.threads import Part, Result, run_on_threads
+from otad.precision import full, product_precision, set_product_precision
+from otad.threads import Part, ProcessWide, Result, run_on_threads
 
 _FEWEST_ROWS = 512  # fewer rows do not get a thread of their own: threads wait for the interpreter
 _BLOCK_BYTES = {"cpu": 2**24, "cuda": 2**29}  # the fastest in measurements
@@ -82,12 +83,20 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
     The kernels of oneDNN for small batched products have reduced precision on some processors, and
     are many times slower than BLAS on others."""
-    precision, onednn = torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled
-    torch.set_float32_matmul_precision("highest")
+    with _FULL_PRECISION, torch.autocast(device.type, enabled=False):
+        yield
+
+
+@contextmanager
+def _without_rounding() -> Iterator[None]:
+    precision, onednn = product_precision(), torch.backends.mkldnn.enabled
+    set_product_precision(full(precision))
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
-        with torch.autocast(device.type, enabled=False):
-            yield
+        yield
     finally:
-        torch.set_float32_matmul_precision(precision)
+        set_product_precision(precision)
         torch.backends.mkldnn.enabled = onednn
+
+
+_FULL_PRECISION = ProcessWide(_without_rounding)

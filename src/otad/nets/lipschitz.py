@@ -11,13 +11,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.backends import cudnn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import orthogonal
 
 from otad.checks import MOST_BLOCKS, check_count, require
 from otad.nets.base import Backbone, LipschitzBound, Metric, register_metric
 from otad.nets.inputs import Sizes, check_image_shape, draw
+from otad.precision import full, product_precision, set_product_precision
 
 SHIFTED = 5  # one of so many channels is shifted in each direction
 
@@ -38,15 +38,13 @@ class LipschitzNet(Backbone):
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Compute products and convolutions in float32, which a GPU may otherwise round to ten bits."""
-    allowed, precision = cudnn.allow_tf32, torch.get_float32_matmul_precision()
-    cudnn.allow_tf32 = False
-    torch.set_float32_matmul_precision("highest")
+    precision = product_precision()
+    set_product_precision(full(precision))
     try:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        cudnn.allow_tf32 = allowed
-        torch.set_float32_matmul_precision(precision)
+        set_product_precision(precision)
 
 
 @register_metric("lipschitz")
