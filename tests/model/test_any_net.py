@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import otad
 from otad.errors import SolverError
 from otad.model.otad import OTAD
+from otad.nets.features import find_head
 
 EVERY = pytest.mark.parametrize("name", NETS)
 
@@ -209,6 +210,34 @@ class Scores(nn.Module):
         return {"loss": x.sum(), "scores": x.flatten(1)}
 
 
+class TwoHeads(nn.Module):
+    """Returns a function of the outputs of `main`, and then those of `other`."""
+
+    def __init__(self, classes: int, last: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, self.main, self.other = last, nn.Linear(64, classes), nn.Linear(64, classes)
+        with torch.no_grad():  # nearly always the same class, as in two trained heads
+            self.other.weight.copy_(self.main.weight + 0.01 * self.other.weight)
+            self.other.bias.copy_(self.main.bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        flat = x.flatten(1)
+        return self.last(self.main(flat)), self.other(flat)
+
+
+class Mean(TwoHeads):
+    """The mean of two heads is the output of none."""
+
+    def __init__(self) -> None:
+        super().__init__(3, nn.Identity())
+        with torch.no_grad():
+            self.other.weight.copy_(self.main.weight.flip(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(super().forward(x)) / 2
+
+
 class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -225,10 +254,11 @@ class Tokens(nn.Module):
         (nn.Sequential(nn.Flatten(), nn.ReLU()), 0, "net: expected a last Linear .*end with"),
         (nn.Sequential(nn.Linear(5, 2)), 0, "net: expected a module that takes .*1, 8, 8"),
         (nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.Softmin(1)), 0, "net: .*in their order"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.Sigmoid()), 0.5, "net: .*their order"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(64, 1), nn.Sigmoid()), 0.5, "net: .*last Linear"),
         (nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), 0.5, "net: .*one output.*int64.*got 3"),
         (nn.LSTM(8, 3), 0, "net: expected"),
         (Scores(), 0, r"net: .*\.logits, got a mapping of loss, scores"),
+        (Mean(), 0, "net: .*in their order"),
     ],
 )
 def test_other_networks_are_refused(net: nn.Module, y: float, message: str) -> None:
@@ -380,3 +410,40 @@ def test_a_global_estimator_by_default_never_fails() -> None:
     assert model.module_.notes["defense"]["path"] == "lift"
     assert model.module_.notes["classes"] == ["0", "1", "2"]
     assert model.predict(x).shape == (60,)
+
+
+@pytest.mark.parametrize("last", [nn.LogSoftmax(1), nn.Softmax(1), nn.Sigmoid()])
+@pytest.mark.parametrize("classes", [2, 5])
+def test_the_head_is_the_layer_of_which_outputs_are_a_function(
+    last: nn.Module, classes: int
+) -> None:
+    x = torch.rand(32, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    net = TwoHeads(classes, last)
+    with torch.no_grad():
+        answers = net(x)[0].argmax(1)
+        assert bool((answers == net(x)[1].argmax(1)).double().mean() > 0.9)
+    assert find_head(net, x, task="classification").name == "main"
+
+
+def test_columns_of_a_frame_are_known_by_name() -> None:
+    pandas = pytest.importorskip("pandas")
+    drawn = torch.rand(30, 3, generator=torch.Generator().manual_seed(0)).numpy()
+    frame, y = pandas.DataFrame(drawn, columns=["a", "b", "c"]), torch.arange(30) % 2
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    model = otad.defend(net, frame, y)
+    assert model.notes["feature_names"] == ["a", "b", "c"]
+    assert torch.equal(otad.predict(model, frame), otad.predict(model, drawn))
+    refuses(otad.predict, model, frame[["b", "a", "c"]], match="x: expected the columns a, b, c")
+
+
+def test_what_cannot_be_evaluated_is_named() -> None:
+    x, y = torch.rand(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)
+    how = {"attacks": ["noise"], "flags": False}
+    for net in (Scores().eval(), TwoHeads(3, nn.Identity()).eval()):
+        refuses(otad.evaluate, net, x, y, otad.L2(0.1), **how, match="model: expected a tensor")
+    model = otad.defend(nn.Sequential(nn.Flatten(), nn.Linear(64, 2)), x, y, n_neighbors=2)
+    for wrong in (x.double(), (255 * x).byte()):
+        refuses(otad.evaluate, model, wrong, y, otad.L2(0.1), **how, match="x: expected dtype")
+    refuses(
+        otad.evaluate, model, x[:0], y[:0], otad.L2(0.1), **how, match=r"x: .*got \(0, 1, 8, 8\)"
+    )

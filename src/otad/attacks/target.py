@@ -214,6 +214,8 @@ class Survivors:
 
 def check_outputs(outputs: Tensor, y: Tensor, name: str = "model") -> None:
     """Refuse outputs whose shape or number of classes does not fit the targets y (B,)."""
+    got = f"{type(outputs).__name__}; wrap the network in a module that returns its logits alone"
+    require(isinstance(outputs, Tensor), name, "a tensor of outputs", got)
     if y.is_floating_point():
         reason = "of values, as y holds floats (labels are integers)"
         check_shape(outputs, name, (len(y),), reason)

@@ -332,7 +332,8 @@ def prepared(
     module, inputs, targets = converted(model, x, y)
     for name, value in (("x", inputs), ("y", targets)):
         is_filled = isinstance(value, Tensor) and value.dim() > 0 and len(value) > 0
-        require(is_filled, name, "a torch.Tensor with at least one row", type(value).__name__)
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        require(is_filled, name, "a torch.Tensor with at least one row", got)
     assert targets is not None
     count = len(inputs)
     require(
@@ -341,6 +342,8 @@ def prepared(
     if not isinstance(threat, LpBall):
         raise InputError(f"threat: expected a ball such as L2(0.5), got {type(threat).__name__}")
     backbone = backbone_of(module)
+    if backbone is not None:
+        backbone.check_inputs(inputs)
     if backbone is not None and (declared := backbone.bounds) is not None:
         low, high = threat.bounds or declared
         within = declared[0] <= low and high <= declared[1]

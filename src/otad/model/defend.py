@@ -103,7 +103,8 @@ def defend(
     Returns
     -------
     OTAD
-        The model. It maps inputs to outputs of the same shape as the network does.
+        The model. It maps inputs to logits (B, C), or in regression to values (B,). A network with
+        one logit becomes a model with two.
 
     Raises
     ------
@@ -125,6 +126,7 @@ def defend(
     >>> model(digits.test_x[:5]).shape, model.notes["defense"]["path"]
     (torch.Size([5, 10]), 'features')
     """
+    columns = getattr(x, "columns", None)  # of a DataFrame
     _, x, targets = converted(nn.Identity() if net is None else net, x, y)
     if targets is None:
         raise InputError("y: expected one target per input, got None")
@@ -180,6 +182,8 @@ def defend(
         model, made = _global_by_default(build, made, bank, bank_path)
     else:
         model = build(backbone, bank)
+    if columns is not None:
+        model.notes["feature_names"] = [str(name) for name in columns]
     if made.says:
         says = made.says + ("" if metric is not None else made.remedy)
         model.notes["defense"] = {"path": made.path, "says": says}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -84,14 +85,13 @@ class Features(JsonModule):
 
 
 class Head(NamedTuple):
-    """The last Linear `layer` that a network calls, its `name`, inputs (B,f) and outputs (B,C).
+    """The Linear `layer` that gives the outputs of a network, its `name` and its inputs (B,f).
 
-    `is_last` says whether the network returns these outputs as they are."""
+    `is_last` says whether the network returns the outputs of the layer as they are."""
 
     name: str
     layer: nn.Linear
     features: Tensor
-    outputs: Tensor
     is_last: bool
 
 
@@ -99,8 +99,8 @@ class Head(NamedTuple):
 def find_head(net: nn.Module, x: Tensor, *, task: str) -> Head:
     """Find the Linear layer that gives the outputs of a network for inputs x (B,*).
 
-    A network may apply a softmax or a sigmoid, which keep the order of classes, to the outputs of
-    the layer. Networks that do more are refused."""
+    A network may apply a function that keeps their order to the outputs of the layer, such as a
+    softmax or a sigmoid. Networks that do more are refused."""
     called: list[tuple[str, nn.Linear, Any, Any]] = []
 
     def note(name: str) -> Callable[..., None]:
@@ -124,24 +124,51 @@ def find_head(net: nn.Module, x: Tensor, *, task: str) -> Head:
     require(called, "net", expected, got)
     flat = outputs.reshape(len(outputs), -1)
     same = [one for one in called if _alike(one[3], flat)]
-    name, layer, features, logits = (same or called)[-1]
+    likely = same
+    for fits in (_is_function, _in_order) if task == "classification" else ():
+        likely = likely or [one for one in called if fits(one[3], flat)]
+    name, layer, features, _ = (likely or called)[-1]
     is_row = isinstance(features, Tensor) and features.dim() == 2 and len(features) == len(x)
     got = f"{name!r} on {tuple(features.shape)}: take the mean or one token before it"
     require(is_row, "net", expected, got)
-    if not same:
-        _check_order(kind, name, logits, flat, task)
-    return Head(name, layer, features, logits, bool(same))
+    expected = f"outputs of {kind} that are those of its last Linear layer {name!r}"
+    expected += "" if task == "regression" else ", or in their order"
+    got = f"others of shape {tuple(flat.shape)}; return its outputs, or give a module that does"
+    require(likely, "net", expected, got)
+    return Head(name, layer, features, bool(same))
 
 
-def _check_order(kind: str, name: str, logits: Tensor, outputs: Tensor, task: str) -> None:
-    expected = f"outputs that are those of its last Linear layer {name!r}"
-    fits = task == "classification" and outputs.shape == logits.shape
-    if fits and outputs.shape[1] > 1:
-        fits = torch.equal(outputs.argmax(1), logits.argmax(1))
-    elif fits:  # one number, above a half or not
-        fits = torch.equal(outputs > 0.5, logits > 0)
-    got = f"others of shape {tuple(outputs.shape)}; return its outputs, or give a module that does"
-    require(fits, "net", f"{expected} of {kind}, or in their order", got)
+def _is_function(logits: Any, outputs: Tensor) -> bool:
+    """Return whether outputs (B,C) are a usual function of logits."""
+    if not isinstance(logits, Tensor) or logits.shape != outputs.shape:
+        return False
+    functions = partial(torch.softmax, dim=1), partial(torch.log_softmax, dim=1), torch.sigmoid
+    return any(_alike(function(logits), outputs) for function in functions)
+
+
+def _in_order(logits: Any, outputs: Tensor) -> bool:
+    """Return whether outputs (B,C) rise with logits: all by one function, or row by row, as those
+    of a softmax do."""
+    if not isinstance(logits, Tensor) or logits.shape != outputs.shape:
+        return False
+    by_one = _rises(logits.flatten(), outputs.flatten())
+    if outputs.shape[1] == 1:  # one number, above a half or not
+        return by_one and torch.equal(outputs > 0.5, logits > 0)
+    # The order of two classes says little, so their margins have to rise as well.
+    margins = logits.diff(dim=1)[:, 0], outputs.diff(dim=1)[:, 0]
+    by_rows = _rises(logits, outputs) and (outputs.shape[1] > 2 or _rises(*margins))
+    return by_one or by_rows
+
+
+def _rises(one: Tensor, other: Tensor) -> bool:
+    """Return whether the second tensor (...,n) rises with the first, up to rounding."""
+    order = one.argsort(-1)
+    (low, high), (less, more) = (
+        (part.gather(-1, order)[..., :-1], part.gather(-1, order)[..., 1:]) for part in (one, other)
+    )
+    apart = high - low > 1e-4 * (1 + one.abs().amax())
+    falls = less - more > 1e-4 * torch.maximum(less.abs(), more.abs())
+    return not bool((apart & falls).any())
 
 
 def outputs_of(result: Any) -> Tensor:
