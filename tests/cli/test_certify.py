@@ -168,3 +168,10 @@ def test_both_threats_are_in_columns_of_their_own(nearest: Path, digits: Dataset
 def test_a_regressor_has_no_certificate_within_bounds(workshop: Path) -> None:
     message = terminal.refuse("certify", workshop / "body-model", "test", "--within-bounds")
     assert "--within-bounds: expected a classifier" in message
+
+
+def test_an_attack_without_limits_is_noted(nearest: Path) -> None:
+    given = nearest, "test", "--attack", "noise", "--option", "draws=1", "--norm", "linf"
+    for eps, is_noted in ((0.1, False), (8, True)):
+        said = terminal.succeed("attack", *given, "--eps", eps).stderr
+        assert ("note: threat: eps = 8 allows every input" in " ".join(said.split())) == is_noted

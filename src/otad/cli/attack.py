@@ -15,11 +15,12 @@ from torch import nn
 from otad.attacks.base import Attack, AttackResult
 from otad.checks import require
 from otad.cli import options as opt
-from otad.cli.console import describe_score, show
+from otad.cli.console import describe_score, remark, show
 from otad.cli.inputs import Examples, class_names_of, open_examples
 from otad.cli.outputs import STDOUT, check_out
 from otad.cli.sources import Described, module_of, open_model_or_net, training_inputs
 from otad.evaluate import ATTACKS, make_attack
+from otad.evaluate.runner import advice_on_size
 from otad.io.codec import to_plain
 from otad.io.files import replacing
 from otad.progress import progress_bar
@@ -78,6 +79,8 @@ def attack(
     chosen = make_attack(name, module, train_x=training_inputs(model, data_dir, input), **options)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
     y = examples.targets
+    if advice := advice_on_size(ball, examples.x):
+        remark(f"note: {advice}")
     with torch.no_grad():
         outputs = torch.cat([module(part) for part in examples.x.split(batch_size)])
     clean = score_of(outputs, y)

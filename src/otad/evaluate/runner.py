@@ -318,11 +318,17 @@ def _contents(x: Tensor) -> Iterator[int]:
 
 
 def warn_of_size(threat: LpBall, x: Tensor, stacklevel: int) -> None:
-    """Warn if the threat allows every input within the bounds, as if 8 were meant as 8/255."""
-    if threat.allows_everything(x):
-        known = f"threat: eps = {threat.eps:g} allows every input within {threat.bounds}, so it "
-        advice = "limits nothing. Give eps in the units of x, such as 8/255 for pixels in (0, 1)"
-        warnings.warn(known + advice, stacklevel=stacklevel)
+    """Warn of a threat that limits nothing."""
+    if advice := advice_on_size(threat, x):
+        warnings.warn(advice, stacklevel=stacklevel)
+
+
+def advice_on_size(threat: LpBall, x: Tensor) -> str:
+    """Say if the threat allows every input within the bounds, as if 8 were meant as 8/255."""
+    if not threat.allows_everything(x):
+        return ""
+    known = f"threat: eps = {threat.eps:g} allows every input within {threat.bounds}, so it "
+    return known + "limits nothing. Give eps in the units of x, such as 8/255 for pixels in (0, 1)"
 
 
 def prepared(

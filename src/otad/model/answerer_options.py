@@ -92,7 +92,7 @@ def check_settings(
     In local scope the answerer of these settings is returned. `dim` is the dimension of the bank,
     if it is known."""
     for name in unknown:
-        known = "scope, smoothness, strong_convexity, solver and potential"
+        known = "n_neighbors, scope, smoothness, strong_convexity, solver and potential"
         raise TypeError(f"unexpected keyword argument {name!r}; others are {known}")
     local, spares = None, 0
     if is_global(scope):

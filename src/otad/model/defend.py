@@ -237,9 +237,10 @@ def _points(net: nn.Module | None, x: Tensor, y: Tensor, bounds: Bounds | None) 
 
 def _task(x: Tensor, y: Tensor) -> str:
     """Return the task by the dtype of the targets: labels are integers."""
-    rows = x.dim() > 1 and x.is_floating_point() and len(x) > 0
+    rows = x.dim() > 1 and x.is_floating_point()
     got = f"{x.dtype} of shape {tuple(x.shape)}"
     require(rows, "x", "floating-point inputs (N,*input_shape)", got)
+    require(len(x) > 0, "x", "at least one input", f"none, of shape {tuple(x.shape)}")
     check_shape(y, "y", (len(x),), "with one target per input")
     return "regression" if y.is_floating_point() else "classification"
 

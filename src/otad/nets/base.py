@@ -217,8 +217,8 @@ class Backbone(InputNet, ABC):
         if self.task == "classification":
             low, high = (int(value) for value in torch.aminmax(targets))
             expected = f"labels from 0 to {self.n_outputs - 1}"
-            known = 0 <= low <= high < self.n_outputs
-            require(known, name, expected, f"the unknown label {low if low < 0 else high}")
+            got = f"the unknown label {low if low < 0 else high}; values to predict are floats"
+            require(0 <= low <= high < self.n_outputs, name, expected, got)
         return targets
 
 
