@@ -246,7 +246,7 @@ EVALUATE = "[evaluate]\nrow = 'otad'\neps = [1.0]\nheadline = 1.0\n"
         ("[nets.one]", "[nets.one", "expected a TOML file"),
         ("blocks = 2", "untrained = true", "untrained: .*fc"),
         ('method = "net"', 'method = "net"\npurifier = "soap"', "plain.purifier: .*'soap'"),
-        ('method = "otad"', 'method = "otad"\npurifier = "soap"', "purifier: expected it where"),
+        ('method = "otad"', 'method = "otad"\npurifier = "soap"', "purifier: expected none.*soap"),
         ("[otad]", PURIFIER + "kind = 'ape_gan'\n[otad]", "attack: .*'ape_gan' alone"),
         ("[otad]", PURIFIER + "kind = 'median_filter'\ntrain.epochs = 1\n[otad]", "train: "),
         ("[otad]", PURIFIER.replace("'one", "'two") + "kind = 'diffusion'\n[otad]", "soap.net: "),

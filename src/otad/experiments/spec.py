@@ -241,7 +241,8 @@ class RowSpec:
         }
         for name, is_used in has_effect.items():
             given = getattr(self, name)
-            require(is_used or not given, name, "none, because it would have no effect", given)
+            got = f"{given!r} with method {self.method!r} and scope {self.scope!r}"
+            require(is_used or not given, name, "none, because it would have no effect", got)
 
     @property
     def uses_neighbors(self) -> bool:
