@@ -106,13 +106,9 @@ class SparseCoding(Purifier):
         channels, *sides = self.input_shape
         self.patch = check_count(patch, "patch", most=min(sides))
         self.stride = check_count(stride, "stride", most=patch)
-        covers = not any((side - patch) % stride for side in sides)
-        require(
-            covers,
-            "stride",
-            f"a divisor of {[side - patch for side in sides]}, the sides minus the patch",
-            stride,
-        )
+        left = [side - patch for side in sides]
+        covers = not any(length % stride for length in left)
+        require(covers, "stride", f"a divisor of {left}, the sides minus the patch", stride)
         check_positive(penalty, "penalty")
         self.atoms, self.steps = check_count(atoms, "atoms"), check_count(steps, "steps")
         self.penalty = float(penalty)

@@ -125,8 +125,10 @@ def find_head(net: nn.Module, x: Tensor, *, task: str) -> Head:
     flat = outputs.reshape(len(outputs), -1)
     same = [one for one in called if _alike(one[3], flat)]
     likely = same
-    for fits in (_is_function, _in_order) if task == "classification" else ():
-        likely = likely or [one for one in called if fits(one[3], flat)]
+    if task == "classification":
+        alike = [one for one in called if getattr(one[3], "shape", None) == flat.shape]
+        for fits in (_is_function, _in_order):
+            likely = likely or [one for one in alike if fits(one[3], flat)]
     name, layer, features, _ = (likely or called)[-1]
     is_row = isinstance(features, Tensor) and features.dim() == 2 and len(features) == len(x)
     got = f"{name!r} on {tuple(features.shape)}: take the mean or one token before it"
@@ -138,19 +140,15 @@ def find_head(net: nn.Module, x: Tensor, *, task: str) -> Head:
     return Head(name, layer, features, bool(same))
 
 
-def _is_function(logits: Any, outputs: Tensor) -> bool:
-    """Return whether outputs (B,C) are a usual function of logits."""
-    if not isinstance(logits, Tensor) or logits.shape != outputs.shape:
-        return False
+def _is_function(logits: Tensor, outputs: Tensor) -> bool:
+    """Return whether outputs (B,C) are a usual function of logits (B,C)."""
     functions = partial(torch.softmax, dim=1), partial(torch.log_softmax, dim=1), torch.sigmoid
     return any(_alike(function(logits), outputs) for function in functions)
 
 
-def _in_order(logits: Any, outputs: Tensor) -> bool:
-    """Return whether outputs (B,C) rise with logits: all by one function, or row by row, as those
-    of a softmax do."""
-    if not isinstance(logits, Tensor) or logits.shape != outputs.shape:
-        return False
+def _in_order(logits: Tensor, outputs: Tensor) -> bool:
+    """Return whether outputs (B,C) rise with logits (B,C): all by one function, or row by row, as
+    those of a softmax do."""
     by_one = _rises(logits.flatten(), outputs.flatten())
     if outputs.shape[1] == 1:  # one number, above a half or not
         return by_one and torch.equal(outputs > 0.5, logits > 0)
