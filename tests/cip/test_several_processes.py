@@ -14,13 +14,7 @@ from torch import distributed as dist
 from otad.cip.whole_bank import contradictions, pairs
 from otad.cip.whole_bank.contradictions import PairRatios
 from otad.cip.whole_bank.lifted_bank import lifted_potential
-from otad.cip.whole_bank.potential import (
-    BankPotential,
-    Contradiction,
-    integrate_bank,
-    integrate_most,
-    least_bank_smoothness,
-)  # fmt: skip
+from otad.cip.whole_bank.potential import BankPotential, integrate_most, least_bank_smoothness
 from otad.cip.whole_bank.pricing import Prices
 from otad.errors import InputError, SolverError
 
@@ -53,7 +47,6 @@ def potentials() -> dict[str, Any]:
         "most": integrate_most(*bank(), 4.0),
         "lifted": lifted_potential(*lifted_bank(), LIFT),
         "lifted, most": lifted_potential(*lifted_bank(), LIFT, 1.0),
-        "none": integrate_bank(*bank(), 1.5),
     }
     with pytest.raises(SolverError) as error:
         integrate_most(*bank(), 1e-3)
@@ -75,9 +68,8 @@ def test_different_banks_are_refused(tmp_path) -> None:
         assert said[1].startswith("points and answers")
 
 
-def _plain(found: BankPotential | Contradiction) -> list[Any]:
-    parts = found.cycles if isinstance(found, Contradiction) else astuple(found)
-    return [part.tolist() if isinstance(part, Tensor) else part for part in parts]
+def _plain(found: BankPotential) -> list[Any]:
+    return [part.tolist() if isinstance(part, Tensor) else part for part in astuple(found)]
 
 
 def test_potentials_are_those_of_one_process_bit_for_bit(tmp_path) -> None:

@@ -23,7 +23,6 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,20 +66,6 @@ class BankPotential:
         return self.smoothness - self.strong_convexity
 
 
-class Contradiction(NamedTuple):
-    """Cycles of bank points (tensors of indices) that no such function can pass through."""
-
-    cycles: tuple[Tensor, ...]
-
-
-@torch.no_grad()
-def integrate_bank(
-    inputs: Tensor, features: Tensor, smoothness: float, strong_convexity: float = 0.0
-) -> BankPotential | Contradiction:
-    """Return a potential through all pairs of inputs and features (N,d), or why there is none."""
-    return _sweep(_prices(inputs, features, smoothness, strong_convexity), smoothness)
-
-
 @torch.no_grad()
 def integrate_most(
     inputs: Tensor,
@@ -90,7 +75,7 @@ def integrate_most(
     *,
     progress: Progress | None = None,
 ) -> BankPotential:
-    """Return a potential through as many pairs as possible.
+    """Return a potential through as many pairs of inputs and features (N,d) as possible.
 
     Among points that contradict each other in pairs, the point in most such pairs is left out. Then
     the point that contributes most is left out of each longer cycle. If that would be more than
@@ -153,7 +138,7 @@ def least_bank_smoothness(
             best, reach = found, tolerance / 2
             continue
         before = low
-        low = max(trial, *(contradictions.cycle_bound(pairs, one) for one in found.cycles))
+        low = max(trial, *(contradictions.cycle_bound(pairs, one) for one in found))
         if low < (1 + 4 * reach) * before:
             reach *= 4
     return best
@@ -176,11 +161,11 @@ def _sweep(
     start: Tensor | None = None,
     progress: Progress | None = None,
     leave_out: Callable[[Tensor], None] | None = None,
-) -> BankPotential | Contradiction:
+) -> BankPotential | tuple[Tensor, ...]:
     """Sweep from the levels `start` (N,), by default <x_i, z_i> / 2, until nothing rises.
 
-    If a function `leave_out` is given, it is called with points on cycles, and the sweeps continue
-    without them."""
+    Return the potential, or cycles of points that no such function can pass through. If a function
+    `leave_out` is given, it is called with points on cycles, and the sweeps go on without them."""
     pairs = prices.pairs
     modulus = smoothness - pairs.strong_convexity
     levels = pairs.products / 2 if start is None else start - pairs.offsets()
@@ -202,7 +187,7 @@ def _sweep(
             parents = torch.where(moved, source, parents)
             if cycles := contradictions.cycles_of(parents):
                 if leave_out is None:
-                    return Contradiction(cycles)
+                    return cycles
                 gone = [contradictions.heaviest_point(pairs, one, modulus) for one in cycles]
                 leave_out(torch.tensor(gone, device=levels.device))
                 # No point may have a parent that is left out.
