@@ -278,7 +278,7 @@ def test_prices_are_those_of_all_products(scale: float, monkeypatch: pytest.Monk
         top, place = prices.largest_of(few, points, lines)
         assert_close((top, place), (every[:, few].amax(1), few[every[:, few].argmax(1)]))
         for count in (1, 5, 300) if scale == 1 else ():
-            places, close = prices.best(points, lines, count)
+            places, close = prices.contenders(points, lines, count)
             best = every.topk(min(count, 60), dim=1)
             assert_close(every.gather(1, places[:, :60]), best.values, rtol=0, atol=1e-5)
             assert torch.equal(places[:, 0], best.indices[:, 0])

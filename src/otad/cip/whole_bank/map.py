@@ -161,7 +161,7 @@ class ColumnGeneration:
         self.gap = points.new_full((count,), torch.inf)
         self.mean = torch.zeros_like(self.gap)
         self.rounds = torch.zeros(count, dtype=torch.int64, device=points.device)
-        entrants, _ = first.best(points, pairs.lines_alone(lines, modulus), first.count)
+        entrants = first.best(points, pairs.lines_alone(lines, modulus), first.count)
         self.indices = entrants[:, :1].clone()
         self.active = torch.ones_like(self.indices, dtype=torch.bool)
         self.weights = points.new_ones(count, 1)

@@ -59,11 +59,14 @@ class Prices:
         self.projection = Projection(self._images, width)
         self._projected: ProjectedPairs | None = None
 
-    def best(self, queries: Tensor, lines: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return `count` points (b,count) of large prices for queries q (b,d), largest first.
+    def best(self, queries: Tensor, lines: Tensor, count: int) -> Tensor:
+        """Return `count` points (b,count) of large prices for queries q (b,d), largest first."""
+        return self.contenders(queries, lines, count)[0]
 
-        The second result (b,count) says which of them may have the largest price, by float32 alone.
-        No other point may."""
+    def contenders(self, queries: Tensor, lines: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return the `best` points (b,count), and which of them may have the largest price.
+
+        This is by float32 alone. No other point may have it."""
 
         def full(dtype: torch.dtype, size: int, asked: Tensor) -> Shortlist:
             at_once, blocks = PRODUCTS_AT_ONCE[self._kind], self._blocks(dtype)
@@ -103,7 +106,7 @@ class Prices:
         If a price is above the floor (b,) of its query, up to rounding, the largest of all is among
         them. Points that cannot reach the floor may be replaced by a current one."""
         if not self.projection.prepare(queries):
-            return self.best(queries, lines, count)[0]
+            return self.best(queries, lines, count)
 
         def work(part: tuple[Tensor, ...]) -> Tensor:
             return self._entrants(part[0], lines, count, *part[1:])
@@ -118,7 +121,7 @@ class Prices:
         asked, points, crowded = found
         names = self.leading(queries, lines, count, floors, current[:, :1], asked, points)
         if len(crowded):
-            names[crowded] = self.best(queries[crowded], lines, count)[0]
+            names[crowded] = self.best(queries[crowded], lines, count)
         return names
 
     def leading(
@@ -202,7 +205,7 @@ class Prices:
 
     def largest(self, queries: Tensor, lines: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest price (b,) in float64, and the point that has it (b,)."""
-        indices, close = self.best(queries, lines, CONFIRMED)
+        indices, close = self.contenders(queries, lines, CONFIRMED)
         top, column = self._prices(indices, close, queries, lines).max(1)
         return top, indices.gather(1, column[:, None])[:, 0]
 
@@ -254,14 +257,11 @@ class LikelyPrices:
             self._projection.first_coordinates(part, self.width) for part in (lines, alone)
         )
 
-    def best(self, queries: Tensor, lines: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return points (b,count) for queries (b,d), with the lines of single points.
-
-        All may matter."""
+    def best(self, queries: Tensor, lines: Tensor, count: int) -> Tensor:
+        """Return points (b,count) for queries (b,d), with the lines of single points."""
         none = queries.new_empty(len(queries), 0, dtype=torch.int64)
         floors = queries.new_full((len(queries),), -torch.inf)
-        points = self._entrants(self._right_alone, queries, lines, count, floors, none)
-        return points, torch.ones_like(points, dtype=torch.bool)
+        return self._entrants(self._right_alone, queries, lines, count, floors, none)
 
     def entrants(
         self, queries: Tensor, lines: Tensor, count: int, floors: Tensor, current: Tensor
@@ -315,22 +315,21 @@ class IndexPrices:
         for part in self.places.split(max(1, 2**26 // width)):
             self._index.add(self._rows(pairs, lines, part))
 
-    def best(self, queries: Tensor, lines: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return `count` points (b,count) of large price for queries (b,d); all may matter."""
+    def best(self, queries: Tensor, lines: Tensor, count: int) -> Tensor:
+        """Return `count` points (b,count) of large price for queries (b,d)."""
         del lines  # the index was made with these lines
         rows = _array(pad(queries, (0, 1), value=self.unit))
         found = self._index.search(rows, min(count, len(self.places)))[1]
         places = torch.from_numpy(found).to(queries.device)
         places = torch.where(places < 0, places[:, :1], places)  # if the probed cells have fewer
-        places = self.places[places.clamp_min(0)]
-        return places, torch.ones_like(places, dtype=torch.bool)
+        return self.places[places.clamp_min(0)]
 
     def entrants(
         self, queries: Tensor, lines: Tensor, count: int, floors: Tensor, current: Tensor
     ) -> Tensor:
         """Return `count` points (b,count) of large price, of any size."""
         del floors, current
-        return self.best(queries, lines, count)[0]
+        return self.best(queries, lines, count)
 
     def _rows(self, pairs: Pairs, lines: Tensor, places: Tensor) -> np.ndarray[Any, Any]:
         heights = lines[places] / self.unit
