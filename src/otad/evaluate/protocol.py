@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,15 +25,13 @@ from otad.evaluate.identity import Identity, generator_for, version_of
 from otad.evaluate.records import AttackRecord, Findings
 from otad.io.codec import digest_of, from_plain, to_plain
 from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
+from otad.progress import AttackReport
 from otad.workers import Workers, working
 
 VERSION = 1  # raise it when the same attack on the same batch would be reported differently
 HALVINGS = 8  # of the way back to the example: distances are exact to 1/256
 
 Described = tuple[Attack, dict[str, Any], Path | None]  # its settings, where batches are saved
-Progress = Callable[[str, int, int, float], None]
-"""Called with what is running, steps done, steps in all, and the worst case so far at this eps: the
-share of examples still answered right, in regression the mean of the largest errors."""
 
 
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
@@ -52,7 +50,7 @@ def run_attacks(
     batch_size: int = 250,
     folder: Path | None = None,
     executor: Executor | Workers | int | None = None,
-    progress: Progress | None = None,
+    progress: AttackReport | None = None,
 ) -> Attacked:
     """Run attacks on examples x (n,*) with right answers y (n,), on the model's device.
 

@@ -30,7 +30,7 @@ from otad.evaluate.certificate_check import (
 )
 from otad.evaluate.flags import CHECKS, ONLY_FOR, Check, FlagContext, remark_flag
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET, generator_for, kind_of
-from otad.evaluate.protocol import Attacked, Progress, run_attacks
+from otad.evaluate.protocol import Attacked, run_attacks
 from otad.evaluate.records import Evaluation, Flag
 from otad.evaluate.suite import backbone_of, defended_of, suite
 from otad.evaluate.undefended import attacks_alone, network_of, strength
@@ -40,7 +40,7 @@ from otad.model.account import AccountBuilder, SolverAccount
 from otad.model.conversion import ArrayLike, Estimator, converted, like_inputs
 from otad.model.otad import OTAD
 from otad.model.training_inputs import copies_of_bank
-from otad.progress import with_attack_bar
+from otad.progress import AttackReport, with_attack_bar
 from otad.scores import Score, score_of
 from otad.workers import Workers, working
 
@@ -75,7 +75,7 @@ def evaluate(
     batch_size: int = 250,
     folder: str | Path | None = None,
     executor: Executor | Workers | int | None = None,
-    progress: Progress | bool | None = None,
+    progress: AttackReport | bool | None = None,
 ) -> Evaluation:
     """Measure how robust a model is: the worst case over many attacks, and what is proved.
 

@@ -22,9 +22,9 @@ from torch import nn
 from otad.errors import InputError, OtadError
 from otad.io.codec import digest_of, from_plain, read_json, to_plain, write_json
 from otad.io.tensor_files import read_tensors, write_tensors
+from otad.progress import Counter
 
 T = TypeVar("T")
-Report = Callable[[int, int], None]  # of the steps done and all steps
 Train = Callable[..., tuple[int, dict[str, Any]]]
 SAVE_SECONDS = 60.0  # between two checkpoints
 RESUMES = "the same command resumes"
@@ -71,7 +71,7 @@ class WorkFolder:
             return found
 
     def trained(
-        self, kind: str, identity: Any, net: nn.Module, epochs: int, train: Train, report: Report
+        self, kind: str, identity: Any, net: nn.Module, epochs: int, train: Train, report: Counter
     ) -> dict[str, Any]:
         """Train `net`, or load the weights of an earlier run; the results, with "seconds". `train`
         gets the arguments of a trainer that resumes, and gives the epochs done and its results."""

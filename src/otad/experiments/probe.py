@@ -23,7 +23,6 @@ from torch import Tensor
 from otad.checks import check_evaluation, require
 from otad.data import Dataset
 from otad.errors import OtadError
-from otad.experiments.cache import Report
 from otad.experiments.records import CostRecord
 from otad.experiments.spec import CostSpec, SpeedSpec
 from otad.experiments.study import Study
@@ -32,6 +31,7 @@ from otad.model.captured import captured
 from otad.model.defend import defend
 from otad.model.loading import load
 from otad.model.otad import OTAD, keys_of
+from otad.progress import Counter
 
 T = TypeVar("T")
 Times = dict[str, float]
@@ -48,7 +48,7 @@ def measure_costs(study: Study) -> tuple[tuple[CostRecord, ...], dict[str, str]]
     require(max(spec.banks) <= size, "cost.banks", f"at most {size} train points", spec.banks)
     order = torch.randperm(size, generator=torch.Generator().manual_seed(study.seed))
 
-    def measure(device: str, bank: int, report: Report) -> CostRecord:
+    def measure(device: str, bank: int, report: Counter) -> CostRecord:
         rows = order[:bank].sort().values
         model = defend(net.net, data.train_x[rows], data.train_y[rows])
         return probe(model, data, spec, device)
@@ -72,7 +72,7 @@ def measure_speeds(study: Study) -> tuple[CostRecord, ...]:
     if spec is None:
         return ()
 
-    def measure(key: str, place: str | None, report: Report) -> CostRecord:
+    def measure(key: str, place: str | None, report: Counter) -> CostRecord:
         row, model = study.experiment.rows[key], study.model(key)
         flags = ["warm"] + ["disk"] * (place == "disk") + ["steps"] * spec.steps
         if not isinstance(model, OTAD):

@@ -20,7 +20,6 @@ from otad.data import Dataset
 from otad.errors import InputError
 from otad.evaluate.protocol import run_attacks
 from otad.evaluate.suite import defended_of, make_attack
-from otad.experiments.cache import Report
 from otad.experiments.records import AttackedScore, PotentialRecord, Regularity, RowRecord
 from otad.experiments.spec import RANDOM_STEP, AttackSpec, CertifySpec, RowSpec, name_of
 from otad.model import diagnostics
@@ -28,6 +27,7 @@ from otad.model.account import AccountBuilder
 from otad.model.diagnostics import Distribution
 from otad.model.otad import OTAD
 from otad.nets import Backbone
+from otad.progress import Counter
 from otad.scores import Score, is_right, regression_metrics, score_of, share_score
 from otad.threat import NORMS
 from otad.training import Adversary
@@ -44,7 +44,7 @@ class Subject(NamedTuple):
     backbone: Backbone
     data: Dataset
     seed: int
-    report: Report
+    report: Counter
 
     def batches(self, x: Tensor) -> Iterator[Tensor]:
         return batches_of(x, self.backbone.mean.device, self.report)
@@ -61,7 +61,7 @@ def points_of(size: int, points: int, seed: int) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:points]
 
 
-def batches_of(x: Tensor, device: torch.device, report: Report) -> Iterator[Tensor]:
+def batches_of(x: Tensor, device: torch.device, report: Counter) -> Iterator[Tensor]:
     """The rows of x in batches on a device, reporting those that are done."""
     for start in range(0, len(x), BATCH):
         yield x[start : start + BATCH].to(device)
@@ -121,7 +121,7 @@ def certified_scores(
     x: Tensor,
     y: Tensor,
     spec: CertifySpec,
-    report: Report,
+    report: Counter,
     *,
     within_bounds: bool = False,
 ) -> dict[str, Score]:

@@ -26,7 +26,7 @@ from otad.evaluate.protocol import VERSION as PROTOCOL_VERSION
 from otad.experiments import learn as making
 from otad.experiments import records
 from otad.experiments import rows as measuring
-from otad.experiments.cache import Report, WorkFolder, once
+from otad.experiments.cache import WorkFolder, once
 from otad.experiments.experiment import Experiment
 from otad.experiments.learn import Learned, N, Source, config_of, peak_memory
 from otad.experiments.spec import UNLEARNED, Choice, Options, RowSpec, name_of
@@ -40,7 +40,7 @@ from otad.model.imitation import imitate
 from otad.model.otad import OTAD
 from otad.model.prototypes import PrototypeNet
 from otad.nets import Backbone, Metric, feature_lift, only_normalizes
-from otad.progress import PartReport
+from otad.progress import Counter, PartReport
 from otad.threat import NORMS
 from otad.training import Adversary, MetricConfig, TrainConfig, train, train_metric
 from otad.training.config import LoopConfig
@@ -216,7 +216,7 @@ class Study:
         return Learned(net.to(self.device).eval(), identity, record)
 
     @contextmanager
-    def timed(self, label: str) -> Iterator[Report]:
+    def timed(self, label: str) -> Iterator[Counter]:
         """Record the seconds of a block, whose progress is reported under a label."""
         started = time.perf_counter()
         yield partial(self.report, label)
@@ -351,7 +351,7 @@ class Study:
         """Measure a row without attacks."""
         row = self.experiment.rows[key]
 
-        def measure(report: Report) -> records.RowRecord:
+        def measure(report: Counter) -> records.RowRecord:
             found = self.potential(key)
             return measuring.measure_row(row, self._subject(key, report), found and found[1])
 
@@ -364,7 +364,7 @@ class Study:
         versions = [ATTACKS[run].version for run in spec.runs if run in ATTACKS]
         identity = [self.identity(key), spec, PROTOCOL_VERSION, versions]
 
-        def measure(report: Report) -> records.AttackedScore:
+        def measure(report: Counter) -> records.AttackedScore:
             return measuring.attack_row(spec, self._subject(key, report), self.train_inputs(row))
 
         return self.part(f"{key}: {name}", records.AttackedScore, identity, measure)
@@ -377,19 +377,19 @@ class Study:
         if not keys:
             return None
 
-        def measure(report: Report) -> records.Regularity:
+        def measure(report: Counter) -> records.Regularity:
             return measuring.measure_regularity(self._subject(keys[0], report))
 
         name = f"regularity of {net}"
         return self.part(name, records.Regularity, self.identity(keys[0]), measure)
 
-    def _subject(self, key: str, report: Report) -> measuring.Subject:
+    def _subject(self, key: str, report: Counter) -> measuring.Subject:
         row, model = self.experiment.rows[key], self.model(key)
         net, data = self.net(row.net).net, self.data(row)
         return measuring.Subject(model, net, data, self.seed, report)
 
     def part(
-        self, label: str, kind: type[Part], identity: Any, measure: Callable[[Report], Part]
+        self, label: str, kind: type[Part], identity: Any, measure: Callable[[Counter], Part]
     ) -> Part:
         """What `measure` finds, or found in an earlier run; its seconds are recorded."""
         name = [kind.__name__, measuring.VERSION, identity]
