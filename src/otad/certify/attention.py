@@ -21,8 +21,8 @@ from otad.checks import (
     check_tensor,
     require,
 )
+from otad.nets.lipschitz import ROUNDING
 
-ROUNDING = 1 + 1e-9  # of norms computed in float64
 _spectral = partial(torch.linalg.matrix_norm, ord=2)
 # The largest slope of each. That of x Phi(x) is at sqrt(2); tanh's version of it is steeper.
 ACTIVATIONS = {

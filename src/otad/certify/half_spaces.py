@@ -24,17 +24,16 @@ STEPS = 16  # of Newton's method; each one gives a lower bound
 class HalfSpaces:
     """<g_k, u> >= heights_k (...,m) for all k.
 
-    `gram` (...,m,m) holds <g_j, g_k> up to the relative error `rounding` of sqrt(sizes_j sizes_k),
+    `gram` (...,m,m) holds <g_j, g_k> up to the relative error ROUNDING of sqrt(sizes_j sizes_k),
     sizes (...,m), and this error on its diagonal."""
 
     gram: Tensor
     heights: Tensor
     sizes: Tensor
-    rounding: float
 
     @classmethod
-    def of(cls, gram: Tensor, heights: Tensor, sizes: Tensor, rounding: float = ROUNDING) -> Self:
-        return cls(gram + torch.diag_embed(rounding * sizes + TINY), heights, sizes, rounding)
+    def of(cls, gram: Tensor, heights: Tensor, sizes: Tensor) -> Self:
+        return cls(gram + torch.diag_embed(ROUNDING * sizes + TINY), heights, sizes)
 
     def weights(self) -> Tensor:
         """Weights (...,m) by a few sweeps of coordinate ascent on w.h - |sum_k w_k g_k|^2 / 2. At
@@ -60,7 +59,7 @@ class HalfSpaces:
     def distance(self, weights: Tensor) -> Tensor:
         """The lower bound (...) of |u| that weights w >= 0 give, as w.h <= |sum_k w_k g_k| |u|."""
         square = (weights * (self.gram @ weights[..., None])[..., 0]).sum(-1)
-        square += self.rounding * (weights * self.sizes.sqrt()).sum(-1).square()
+        square += ROUNDING * (weights * self.sizes.sqrt()).sum(-1).square()
         return (weights * self.heights).sum(-1) / square.clamp_min(TINY).sqrt()
 
 

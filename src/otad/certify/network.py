@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from otad.certify.half_spaces import ROUNDING
 from otad.certify.input_reach import KEY_ROUNDOFFS, measured_unit
 from otad.certify.rules import PRECISION
 from otad.certify.votes import Head
@@ -19,7 +20,6 @@ from otad.nets import Backbone
 NAME = "network"
 CERTIFIABLE = "an OTAD model, or a classifier with a proved Lipschitz bound"
 BATCH = 1000
-ROUNDING = 1e-9  # relative error allowed for float64 sums
 ORDERS = {"l2": (2.0, 2.0), "linf": (torch.inf, 1.0)}  # of each norm and its dual
 
 

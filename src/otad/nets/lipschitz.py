@@ -19,6 +19,7 @@ from otad.nets.base import Backbone, LipschitzBound, Metric, register_metric
 from otad.nets.inputs import Sizes, check_image_shape, draw
 from otad.precision import full, product_precision, set_product_precision
 
+ROUNDING = 1 + 1e-9  # a factor above the rounding of norms computed in float64
 SHIFTED = 5  # one of so many channels is shifted in each direction
 
 

@@ -18,6 +18,7 @@ from otad.checks import MOST_BLOCKS, check_choice, check_count, require
 from otad.nets.base import LinearHead, LipschitzBound, register
 from otad.nets.inputs import Sizes, check_image_shape, standard_normal
 from otad.nets.lipschitz import (
+    ROUNDING,
     LipschitzNet,
     fold,
     full_precision,
@@ -27,7 +28,6 @@ from otad.nets.lipschitz import (
 )  # fmt: skip
 
 SHIFTED = 16  # one of so many channels is shifted in each direction
-ROUNDING = 1 + 1e-9  # of norms computed in float64
 POLAR_STEPS = 6  # which are enough for singular values from 0.6 to 1.3
 
 

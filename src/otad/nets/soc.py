@@ -15,11 +15,10 @@ from torch.nn.utils.parametrize import register_parametrization
 from otad.checks import MOST_BLOCKS, check_choice, check_count, require
 from otad.nets.base import LinearHead, LipschitzBound, register
 from otad.nets.inputs import Sizes, draw, draw_linear
-from otad.nets.lipschitz import LipschitzNet, full_precision, max_min
+from otad.nets.lipschitz import ROUNDING, LipschitzNet, full_precision, max_min
 
 LARGEST_NORM = 3.0  # of the skew-symmetric maps, by their bound
 SQUARINGS = 5
-ROUNDING = 1 + 1e-9  # of norms computed in float64
 
 
 @register("soc")
