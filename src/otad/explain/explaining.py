@@ -17,10 +17,12 @@ from otad.errors import InputError
 from otad.explain.contributions import lead, outputs_alone
 from otad.explain.explanation import Explanation
 from otad.explain.neighbor import Label, Neighbor, finite
+from otad.io.mapped_rows import gathered
 from otad.model.conversion import ArrayLike, Estimator, converted, like_inputs
 from otad.model.otad import OTAD
 from otad.model.training_inputs import check_training_inputs
 from otad.nets import Backbone, only_normalizes
+from otad.nets.adapt import denormalized
 
 Prediction = tuple[Label | None, dict[Label, float] | None]  # with the probabilities of all classes
 
@@ -179,13 +181,11 @@ def _prediction(output: Tensor, labels: list[Label] | None) -> Prediction:
 
 def _raw_inputs(model: OTAD, indices: Tensor, train_x: Tensor | None) -> Any:
     """Inputs (B,K,*input_shape) of the training points, or (B,K) times None."""
-    backbone, points = model.backbone, model.bank_inputs
+    backbone = model.backbone
     if train_x is not None:
         check_training_inputs(model, train_x, indices.unique())
         return train_x[indices.to(train_x.device)].cpu()
     if not only_normalizes(backbone):
         return [[None] * indices.shape[1]] * len(indices)
-    embedded = points[indices.to(points.device)].to(backbone.mean)
-    embedded = embedded[..., : backbone.dim - backbone.lift]
-    shape = (*indices.shape, *backbone.input_shape)
-    return (embedded.reshape(shape) * backbone.std + backbone.mean).cpu()
+    embedded = gathered(model.bank_inputs, indices).to(backbone.mean)
+    return denormalized(backbone, embedded).cpu()

@@ -21,6 +21,7 @@ from otad.explorer.path import STEPS, attacked, line_to
 from otad.io.mapped_rows import gathered
 from otad.model.otad import OTAD
 from otad.nets import only_normalizes
+from otad.nets.adapt import denormalized
 from otad.report.plots import pixels_uri
 
 N_CLASSES = 10  # most classes with a bar
@@ -89,9 +90,7 @@ class Explorer:
         """The inputs (n,*input_shape) of bank rows, for an embedding that only normalizes."""
         backbone = self.model.backbone
         embedded = gathered(self.model.bank_inputs, rows).to(backbone.mean)
-        flat = embedded[:, : backbone.dim - backbone.lift]
-        inputs = flat.view(len(rows), *self.shape) * backbone.std + backbone.mean
-        return self._within_bounds(inputs)
+        return self._within_bounds(denormalized(backbone, embedded))
 
     def _within_bounds(self, inputs: Tensor) -> Tensor:
         """By rounding, inputs may be just outside the bounds, where the model refuses them."""

@@ -322,3 +322,12 @@ def only_normalizes(backbone: Backbone) -> bool:
         layer = backbone.embedding
         return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
     return kind.embed is (LiftedNet.embed if backbone.lift else Backbone.embed)
+
+
+def denormalized(backbone: Backbone, embedded: Tensor) -> Tensor:
+    """Return the inputs (..., *input_shape) of embedded ones (..., d), which are only normalized.
+
+    The coordinates of a lift may be left out."""
+    flat = embedded[..., : math.prod(backbone.input_shape)]
+    shaped = flat.reshape(*flat.shape[:-1], *backbone.input_shape)
+    return shaped * backbone.std + backbone.mean

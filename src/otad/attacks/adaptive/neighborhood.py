@@ -24,6 +24,7 @@ from otad.errors import InputError
 from otad.model.otad import OTAD
 from otad.model.training_inputs import check_training_inputs
 from otad.nets import only_normalizes
+from otad.nets.adapt import denormalized
 from otad.threat import LpBall
 
 SCORES_AT_ONCE = 2**26  # numbers in a block of ranks
@@ -180,7 +181,7 @@ class Neighborhood:
         fits = metric is None and only_normalizes(backbone)
         expected = "neighbors of inputs that are only normalized"
         require(fits, "model", expected, type(metric or backbone).__name__)
-        return self._denormalized(points + self.center, like)
+        return denormalized(backbone, points + self.center).to(like)
 
     def training_inputs(self, indices: Tensor, like: Tensor) -> Tensor:
         """Return the inputs (B,*input_shape) that bank points (B,) were made from."""
@@ -190,12 +191,7 @@ class Neighborhood:
         expected = f"the training inputs, which {type(owner.backbone).__name__} hides"
         require(knows_inputs(owner, None), "train_x", expected, None)
         points = owner.bank_inputs[rows.to(owner.bank_inputs.device)].to(like)
-        return self._denormalized(points[:, : points.shape[1] - owner.backbone.lift], like)
-
-    def _denormalized(self, points: Tensor, like: Tensor) -> Tensor:
-        backbone = self.owner.backbone
-        shaped = points.view(*points.shape[:-1], *backbone.input_shape)
-        return (shaped * backbone.std + backbone.mean).to(like)
+        return denormalized(owner.backbone, points).to(like)
 
     def ranks(self, embedded: Tensor) -> Tensor:
         """Return the ranks (B,N), at least 0 and differentiable, up to rounding errors."""
