@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from otad.checks import assuming
 from otad.cip import ExactCip
 from otad.cip.surrogate import CipNet
-from otad.model.otad import OTAD, keys_of
+from otad.model.otad import OTAD
 from otad.nets.features import parts_of_user
 from otad.search.neighbors import TorchSearch
 
@@ -88,8 +88,6 @@ def answer(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     bounds, (low, high) = model.backbone.bounds, torch.aminmax(x)
     least, most = bounds or (-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
     with assuming() as conditions:
-        embedded = model.backbone.embed(x)
-        keys = embedded if model.metric is None else keys_of(x, model.metric)
-        found = model.solve(embedded, keys)
+        found = model.solve(*model._queries(x))
         outputs = model._outputs(found.solution.image, found.neighbors.distances[:, 0])
     return outputs, torch.stack([low >= least, high <= most, *conditions]).all()

@@ -227,9 +227,7 @@ class OTAD(BankModule):
         if torch.compiler.is_compiling():  # then the values of x are not checked
             shape, expected = tuple(x.shape[1:]), self.backbone.input_shape
             require(shape == expected, "x", f"inputs of shape {expected}", shape)
-            embedded = self.backbone.embed(x)
-            keys = embedded if self.metric is None else keys_of(x, self.metric)
-            return self._outputs(*answer_compiled(self, self.answerer, embedded, keys))
+            return self._outputs(*answer_compiled(self, self.answerer, *self._queries(x)))
         found, keys = self._answer(x)
         distance = None if self.abstain_beyond is None else self._distance(found, keys)
         return self._outputs(found.solution.image, distance)
@@ -237,9 +235,13 @@ class OTAD(BankModule):
     def _answer(self, x: Tensor, exclude: Tensor | None = None) -> tuple[Answer, Tensor]:
         """Return the answer for inputs, and their query keys (B,m)."""
         check_evaluation(self, "model")
-        embedded = self.backbone.embed(self.backbone.check_inputs(x))
-        keys = embedded if self.metric is None else keys_of(x, self.metric)
+        embedded, keys = self._queries(self.backbone.check_inputs(x))
         return self.solve(embedded, keys, exclude=exclude), keys
+
+    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return embedded inputs (B,d) and query keys (B,m), without checks."""
+        embedded = self.backbone.embed(x)
+        return embedded, embedded if self.metric is None else keys_of(x, self.metric)
 
     def _outputs(self, image: Tensor, distance: Tensor | None) -> Tensor:
         outputs: Tensor = self.backbone.head(image)
@@ -259,9 +261,8 @@ class OTAD(BankModule):
         return nearest
 
     def _distance(self, found: Answer, keys: Tensor, exclude: Tensor | None = None) -> Tensor:
-        near = found.neighbors
-        if not self.answerer.rests_on_neighbors:
-            near = self.neighbors(keys.detach(), 1, exclude=exclude)
+        near, rests = found.neighbors, self.answerer.rests_on_neighbors
+        near = near if rests else self.neighbors(keys.detach(), 1, exclude=exclude)
         return near.distances[:, 0]
 
     def replace(self, **changes: Any) -> OTAD:
@@ -396,5 +397,4 @@ def _named(net: nn.Module) -> str:
 
 def keys_of(x: Tensor, metric: nn.Module) -> Tensor:
     """Return the keys (B,m) of x. A user's own layers get a copy, as they may work in place."""
-    keys: Tensor = metric(x if isinstance(metric, Metric) else x.clone())
-    return keys
+    return metric(x if isinstance(metric, Metric) else x.clone())  # type: ignore[no-any-return]
