@@ -40,7 +40,7 @@ def model_of(net: PrototypeNet) -> OTAD:
 def test_all_inputs_or_some_of_each_class_are_smoothed() -> None:
     x, y = moons(60)
     everything = prototypes(x, y, neighbors=3)
-    expected = class_means((x - 0.5) / 2, y, 3)
+    expected = class_means((x - 0.5) / 2, y, 3, torch.arange(60))
     torch.testing.assert_close(everything.points.detach(), expected)
     assert torch.equal(everything.labels, y)
     some = prototypes(x, y, neighbors=3, per_class=7)
@@ -162,14 +162,15 @@ def prototypes_at(points: Tensor, labels: Tensor) -> PrototypeNet:
 
 def test_means_are_over_the_nearest_of_the_class() -> None:
     points, labels = labeled(40)
-    means = class_means(points, labels, 4)
+    every = torch.arange(40)
+    means = class_means(points, labels, 4, every)
     for row in range(40):
         members = points[labels == labels[row]]
         nearest = members[(members - points[row]).norm(dim=1).argsort()[:4]]
         torch.testing.assert_close(means[row], nearest.mean(0))
-    torch.testing.assert_close(class_means(points, labels, 1), points, rtol=0, atol=0)
+    torch.testing.assert_close(class_means(points, labels, 1, every), points, rtol=0, atol=0)
     centers = torch.stack([points[labels == label].mean(0) for label in range(3)])
-    torch.testing.assert_close(class_means(points, labels, 99), centers[labels])
+    torch.testing.assert_close(class_means(points, labels, 99, every), centers[labels])
 
 
 def test_rivals_are_the_nearest_of_other_classes() -> None:
@@ -188,7 +189,7 @@ def test_the_answers_are_1_lipschitz_and_the_highest_that_are(
     size: int, seed: int, neighbors: int
 ) -> None:
     points, labels = labeled(size, seed)
-    points = class_means(points, labels, neighbors)
+    points = class_means(points, labels, neighbors, torch.arange(size))
     bank = prototypes_at(points, labels).bank()
     assert torch.equal(bank.inputs, torch.nn.functional.pad(points, (0, 3)))
     assert torch.equal(bank.features[:, :5], points)

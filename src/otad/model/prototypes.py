@@ -215,8 +215,7 @@ def prototype_net(
         embedded = torch.cat([net.embed(some.to(net.mean.device)) for some in x.split(4096)])
     points = embedded[:, : -net.lift]
     if neighbors != 1:
-        with progress_bar("placing prototypes", progress) as report:
-            points = class_means(points, labels.to(points.device), neighbors, report, rows)
+        points = class_means(points, labels.to(points.device), neighbors, rows, progress)
     else:
         points = points[rows.to(points.device)]
     frame: dict[str, Any] = {"bounds": net.bounds, "mean": net.mean.cpu(), "std": net.std.cpu()}
@@ -239,25 +238,23 @@ def class_means(
     points: Tensor,
     labels: Tensor,
     neighbors: int,
-    report: Counter | None = None,
-    rows: Tensor | None = None,
+    rows: Tensor,
+    progress: Counter | bool | None = None,
 ) -> Tensor:
-    """Return for each point the mean (N,p) of the `neighbors` nearest points of its class, or only
-    for the points `rows` (n,).
+    """Return for each of the points `rows` (n,) the mean (n,p) of the `neighbors` nearest points of
+    its class.
 
     The point itself is included. If a class has fewer points, the mean is over all of them."""
     _check(points, labels)
-    rows = torch.arange(len(points)) if rows is None else rows
+    check_count(neighbors, "neighbors")
     rows = rows.to(points.device)
     means, classes = points[rows], labels.unique()
-    if check_count(neighbors, "neighbors") == 1:
-        return means
-    for done, label in enumerate(classes, 1):
-        own, asked = points[labels == label], labels[rows] == label
-        nearest = TorchSearch(own)(means[asked], min(neighbors, len(own))).indices
-        shares = [own[column] / nearest.shape[1] for column in nearest.unbind(1)]
-        means[asked] = torch.stack(shares).sum(0)
-        if report is not None:
+    with progress_bar("placing prototypes", progress) as report:
+        for done, label in enumerate(classes, 1):
+            own, asked = points[labels == label], labels[rows] == label
+            nearest = TorchSearch(own)(means[asked], min(neighbors, len(own))).indices
+            shares = [own[column] / nearest.shape[1] for column in nearest.unbind(1)]
+            means[asked] = torch.stack(shares).sum(0)
             report(done, len(classes))
     return means
 
