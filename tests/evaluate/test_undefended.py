@@ -93,7 +93,7 @@ def test_attacks_that_are_weaker_on_the_network_are_flagged(
     task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Adversarial examples of the model do more to the network than an attack that stays."""
-    monkeypatch.setattr(runner, "CHECKS", [])
+    monkeypatch.setattr(runner, "CHECKS", {})
     model, x, y = two_sides(task=task, points=60, examples=12)
     if task == "regression":
         y = y + 0.1 * y.sign()  # an error with a gradient, which grows away from the bounds

@@ -85,15 +85,14 @@ class NotRunError(Exception):
 
 Question = Callable[[FlagContext], tuple[bool, str]]
 Check = Callable[[FlagContext], Flag]
-CHECKS: list[Check] = []
-ONLY_FOR: dict[Check, Callable[[nn.Module], bool]] = {}  # models to which a check applies
+CHECKS: dict[Check, Callable[[nn.Module], bool]] = {}  # with the models to which each applies
 
 
 def check(
     name: str,
     meaning: str,
     advice: str,
-    applies: Callable[[nn.Module], bool] | None = None,
+    applies: Callable[[nn.Module], bool] = lambda model: True,
 ) -> Callable[[Question], Check]:
     """Register a check for the models to which it `applies`, by default for all."""
 
@@ -109,9 +108,7 @@ def check(
             verdict, todo = (PASS, "Nothing to do.") if is_well else (FAIL, advice)
             return Flag(name, verdict, found, meaning, todo)
 
-        CHECKS.append(checked)
-        if applies is not None:
-            ONLY_FOR[checked] = applies
+        CHECKS[checked] = applies
         return checked
 
     return decorated

@@ -28,7 +28,7 @@ from otad.evaluate.certificate_check import (
     check_within_bounds,
     prove,
 )
-from otad.evaluate.flags import CHECKS, ONLY_FOR, Check, FlagContext, remark_flag
+from otad.evaluate.flags import CHECKS, Check, FlagContext, remark_flag
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET, generator_for, kind_of
 from otad.evaluate.protocol import Attacked, run_attacks
 from otad.evaluate.records import Evaluation, Flag
@@ -184,7 +184,7 @@ def evaluate(
         require(task != "regression", "skip_proved", "none with a regression", name)
     check_within_bounds(model, task, within_bounds, certificate)
     place = None if folder is None else Path(folder)
-    fitting = [one for one in CHECKS if one not in ONLY_FOR or ONLY_FOR[one](model)]
+    fitting = [one for one, applies in CHECKS.items() if applies(model)]
     checks = fitting if flags else [certificate_holds]
     network, reason = network_of(model) if undefended else (None, "")
     steps, first = len(radii) * math.ceil(len(x) / batch_size), 0
