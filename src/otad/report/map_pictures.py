@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
 from matplotlib.colors import LinearSegmentedColormap, Normalize
@@ -20,8 +19,8 @@ from otad.cip import CipProblem, ExactCip
 
 INK = "#333333"
 CLASS_COLORS = ("#12a594", "#e4572e", "#f2a900")
-SHADES = ("#f4f4f8", "#c3cbe0", "#7c83c4", "#5a2a83", "#240a3c")
-CURVATURE = LinearSegmentedColormap.from_list("curvature", SHADES[1:])
+SHADES = ("#c3cbe0", "#7c83c4", "#5a2a83", "#240a3c")
+CURVATURE = LinearSegmentedColormap.from_list("curvature", SHADES)
 
 MAP_POINTS, MAP_NEIGHBORS, MAP_SMOOTHNESS = 140, 8, 1.0
 LINES, EVERY = 25, 6  # grid lines in each direction, nodes from one line to the next
@@ -29,8 +28,6 @@ MAP_EXTENT = 1.5  # bank and grid fill the square [-MAP_EXTENT, MAP_EXTENT]^2
 
 Array = NDArray[np.float64]
 Bank = tuple[Tensor, Tensor, Tensor]  # inputs and features (N,2), labels (N,)
-Range = tuple[float, float]
-Box = tuple[float, float, float, float]
 
 
 def make_bank() -> Bank:
@@ -71,8 +68,12 @@ def draw_map(path: Path) -> None:
         ("The map", "the same grid where the interpolated map sends it"),
     )
     limits = (-MAP_EXTENT - 0.05, MAP_EXTENT + 0.05)
-    for panel, title in zip((bank, before, after), titles, strict=True):
-        frame(panel, *title, limits, limits)
+    for panel, (title, subtitle) in zip((bank, before, after), titles, strict=True):
+        panel.set_title(title, loc="left", fontsize=14, fontweight="bold", color=INK, pad=23)
+        panel.text(0, 1.02, subtitle, transform=panel.transAxes, fontsize=9.5, color=INK)
+        panel.set_aspect("equal")
+        panel.set(xlim=limits, ylim=limits, xticks=[], yticks=[])
+        panel.spines[:].set_visible(False)
     look: dict[str, Any] = {"cmap": CURVATURE, "norm": norm, "linewidths": 1.1, "capstyle": "round"}
     colors = [CLASS_COLORS[label] for label in labels.tolist()]
     ends = torch.stack((inputs, features), 1).numpy()
@@ -86,27 +87,11 @@ def draw_map(path: Path) -> None:
                 segments = list(np.stack((line[:-1], line[1:]), 1))
                 larger = np.maximum(value[:-1], value[1:])
                 panel.add_collection(LineCollection(segments, array=larger, **look))
-        draw_points(panel, points, labels, size=20)
-    color_bar(figure, ScalarMappable(norm, CURVATURE), (0.945, 0.2, 0.009, 0.5), "smoothness L")
+        at = points.T.numpy()
+        panel.scatter(*at, s=20, c=colors, edgecolors="white", linewidths=0.6, zorder=3)
+    place = figure.add_axes((0.945, 0.2, 0.009, 0.5))
+    bar = figure.colorbar(ScalarMappable(norm, CURVATURE), cax=place)
+    bar.set_label("smoothness L", color=INK)
+    bar.outline.set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-
-
-def frame(panel: Axes, title: str, subtitle: str, x: Range, y: Range) -> None:
-    panel.set_title(title, loc="left", fontsize=14, fontweight="bold", color=INK, pad=23)
-    panel.text(0, 1.02, subtitle, transform=panel.transAxes, fontsize=9.5, color=INK)
-    panel.set_aspect("equal")
-    panel.set(xlim=x, ylim=y, xticks=[], yticks=[])
-    panel.spines[:].set_visible(False)
-
-
-def draw_points(panel: Axes, points: Tensor, labels: Tensor, *, size: float) -> None:
-    look: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.6, "zorder": 3}
-    look["c"] = [CLASS_COLORS[label] for label in labels.tolist()]
-    panel.scatter(points[:, 0].numpy(), points[:, 1].numpy(), s=size, **look)
-
-
-def color_bar(figure: Figure, colors: ScalarMappable, place: Box, label: str) -> None:
-    bar = figure.colorbar(colors, cax=figure.add_axes(place))
-    bar.set_label(label, color=INK)
-    bar.outline.set_visible(False)
