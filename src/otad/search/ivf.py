@@ -182,13 +182,10 @@ class IvfSearch(Search):
         return self._read_all(queries, k, exclude)[0]
 
     @torch.no_grad()
-    def counted(
-        self, queries: Tensor, k: int, *, exclude: Tensor | None = None
-    ) -> tuple[Neighbors, Tensor]:
+    def counted(self, queries: Tensor, k: int) -> tuple[Neighbors, Tensor]:
         """Return the neighbors of queries (B,d), and how many points (B,) were read for each."""
-        self._check(queries, k, exclude)
-        none = torch.full((len(queries),), -1)
-        found, read = self._read_all(queries, k, none if exclude is None else exclude)
+        self._check(queries, k, None)
+        found, read = self._read_all(queries, k, torch.full((len(queries),), -1))
         proved = found.distances[:, -1] < found.beyond
         return Neighbors(found.indices, found.distances, proved), read
 
