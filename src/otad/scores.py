@@ -98,9 +98,9 @@ def share_score(successes: int, n: int) -> Score:
     return Score("accuracy", 100 * successes / n, 100 * low, 100 * high, n)
 
 
-def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, float]:
+def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     """The shares p with |successes/n - p| <= z sqrt(p (1 - p) / n), by the quadratic formula."""
-    share = successes / n
+    share, z = successes / n, Z_95
     center = (share + z * z / (2 * n)) / (1 + z * z / n)
     reach = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, min(share, center - reach)), min(1.0, max(share, center + reach))
