@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from otad.errors import InputError
+from otad.io import tensor_files
 from otad.io.tensor_files import fingerprint_of
 from otad.model.bank import FeatureBank
 
@@ -124,6 +125,28 @@ def test_every_changed_byte_is_noticed(file: Path) -> None:
     with pytest.raises(InputError, match=r"checksum .* damaged"):
         FeatureBank.load(file)
     assert len(FeatureBank.load(file, verify=False)) == N  # overlooked on request
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_a_file_that_is_replaced_after_it_was_verified_is_verified_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int | None
+) -> None:
+    path = tmp_path / "bank"
+    build().save(path, shards=shards)
+    file = path / "bank-00002-of-00002.safetensors" if shards else path
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    check_seal = tensor_files.check_seal
+
+    def verify_then_replace(checked: Path) -> None:
+        check_seal(checked)
+        if checked == file:
+            (tmp_path / "new").write_bytes(damaged)
+            os.replace(tmp_path / "new", file)
+
+    monkeypatch.setattr(tensor_files, "check_seal", verify_then_replace)
+    with pytest.raises(InputError, match="the file is damaged"):
+        FeatureBank.load(path)
 
 
 @pytest.mark.parametrize("stop", [0, 4, 8, 100, -1, -400])

@@ -7,12 +7,14 @@ import os
 import secrets
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from otad.checks import require
+
+Read = TypeVar("Read")
 
 
 def most_unpacked(path: Path) -> int:
@@ -94,6 +96,21 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_settled(path: Path, read: Callable[[], Read]) -> Read:
+    """Return what `read` makes of a file that it opens several times, such as to verify and to map
+    it. If the file, or one in this folder, is replaced meanwhile, it is read again."""
+    while True:
+        before, found = _states(path), read()
+        if _states(path) == before:
+            return found
+
+
+def _states(path: Path) -> list[tuple[int, ...]]:
+    files = filter(Path.is_file, sorted(path.glob("[!.]*"))) if path.is_dir() else [path]
+    found = (file.stat() for file in files)
+    return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
 
 
 def is_inside(path: Path, folder: Path) -> bool:

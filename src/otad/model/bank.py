@@ -25,6 +25,7 @@ from otad.checks import (
 )
 from otad.errors import InputError
 from otad.io import tensor_files
+from otad.io.files import read_settled
 from otad.io.mapped_rows import JoinedRows, block_of, gathered, remember, spread_rows
 from otad.model.bank_shards import checked_index, join_shards, shard_name, shard_rows
 from otad.progress import Counter, progress_bar
@@ -185,6 +186,18 @@ class FeatureBank:
         the message names every damaged shard. `expect_fingerprint` refuses a bank of another
         network or of other data, and `expect_checksum` refuses any other bank."""
         path = Path(path)
+        expected = expect_fingerprint, expect_checksum
+        return read_settled(path, lambda: cls._load(path, *expected, verify, mmap))
+
+    @classmethod
+    def _load(
+        cls,
+        path: Path,
+        expect_fingerprint: str | None,
+        expect_checksum: str | None,
+        verify: bool,
+        mmap: bool,
+    ) -> FeatureBank:
         if path.is_dir():
             index = checked_index(path, expect_fingerprint, expect_checksum, verify=verify)
             return cls._load_shards(path, index, verify, mmap)

@@ -17,6 +17,7 @@ from torch import Tensor
 from otad.checks import STORAGE_DTYPES, check_count, check_finite, check_tensor, refusing, require
 from otad.errors import import_extra
 from otad.io import tensor_files
+from otad.io.files import read_settled
 from otad.io.mapped_rows import block_of, gathered, remember
 from otad.search.confirmed_product import product_error, row_norms
 from otad.search.neighbors import WORKING_BYTES, Candidates, Neighbors, Search, TorchSearch
@@ -111,6 +112,18 @@ def build_lists(
     return path
 
 
+def _mapped(path: Path, verify: bool) -> dict[str, Tensor]:
+    """Return the tensors of a file of lists, of which the points are read by position."""
+    tensors, metadata = tensor_files.map_sealed(path)
+    found = metadata.get("format"), metadata.get("version")
+    ours = found == (FORMAT, VERSION) and set(tensors) == _NAMES
+    require(ours, str(path), f"{FORMAT} of version {VERSION}", found)
+    if verify:
+        tensor_files.check_seal(path)
+    remember(path, {"points": tensors["points"]})
+    return tensors
+
+
 class IvfSearch(Search):
     """A search that reads only some cells of the lists that `build_lists` wrote.
 
@@ -140,19 +153,13 @@ class IvfSearch(Search):
         self, path: str | Path, *, n_probe: int | None = None, verify: bool = True
     ) -> None:
         path = Path(path)
-        tensors, metadata = tensor_files.map_sealed(path)
-        found = metadata.get("format"), metadata.get("version")
-        ours = found == (FORMAT, VERSION) and set(tensors) == _NAMES
-        require(ours, str(path), f"{FORMAT} of version {VERSION}", found)
-        if verify:
-            tensor_files.check_seal(path)
+        tensors = read_settled(path, lambda: _mapped(path, verify))
         self.n_probe = None if n_probe is None else check_count(n_probe, "n_probe")
         self.exact = n_probe is None
         with refusing(f"{path}: expected whole lists"):
             self._points = tensors.pop("points")
             check_tensor(self._points, "points", "N,d", dtypes=STORAGE_DTYPES, finite=False)
             count, self.dim = self._points.shape
-            remember(path, {"points": self._points})
             held = {name: tensor.clone() for name, tensor in tensors.items()}
             self._starts, self._ids = held["starts"].tolist(), held["ids"]
             self._centroids, self._radii = held["centroids"], held["radii"]
