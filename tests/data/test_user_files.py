@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from otad import data
 from otad.data import MissingDataError, load_csv, read_table
 from otad.data.user_files import as_inputs, load_npz, read_npz
 from otad.errors import InputError
@@ -130,10 +131,20 @@ def save(path: Path, **arrays: np.ndarray) -> Path:
 
 def test_whole_numbers_and_text_are_classes_and_other_numbers_targets(tmp_path: Path) -> None:
     for y, classes in ((Y, ("3", "7")), (np.array(["b", "a"] * 5), ("a", "b")), (Y / 2, ())):
-        data = load_npz(save(tmp_path / "a.npz", x=X, y=y))
-        assert (data.task, data.classes) == ("classification" if classes else "regression", classes)
+        made = load_npz(save(tmp_path / "a.npz", x=X, y=y))
+        assert (made.task, made.classes) == ("classification" if classes else "regression", classes)
     overruled = load_npz(save(tmp_path / "d.npz", x=X, y=Y), task="regression")
     assert set(overruled.train_y.tolist()) == {3.0, 7.0}
+
+
+def test_floats_that_look_like_labels_are_pointed_out(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.npz", x=X, y=Y.astype(float))
+    with pytest.warns(UserWarning, match="floats 3, 7 are taken as values.* as integers") as seen:
+        assert data.load_npz(path).task == "regression"
+    assert seen[0].filename == __file__
+    assert load_npz(path, task="regression").task == "regression"  # asked for
+    few = save(tmp_path / "b.npz", x=X, y=np.arange(10.0))  # each once
+    assert load_npz(few).task == "regression"
 
 
 def test_a_test_part_is_taken_as_it_is_and_else_held_out_by_seed(tmp_path: Path) -> None:

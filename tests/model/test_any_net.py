@@ -447,3 +447,16 @@ def test_what_cannot_be_evaluated_is_named() -> None:
     refuses(
         otad.evaluate, model, x[:0], y[:0], otad.L2(0.1), **how, match=r"x: .*got \(0, 1, 8, 8\)"
     )
+
+
+@pytest.mark.parametrize("inputs", ["auto", "pixels"])
+def test_floats_that_look_like_labels_are_pointed_out(inputs: str) -> None:
+    x = torch.rand(40, 4, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0.5).float()
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)) if inputs == "auto" else None
+    with pytest.warns(UserWarning, match="y: the floats 0, 1 are taken .* as integers") as seen:
+        assert otad.defend(net, x, y, inputs=inputs).backbone.task == "regression"
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "y:")
+        otad.defend(net, x, x.sum(1), inputs=inputs)

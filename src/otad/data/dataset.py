@@ -28,6 +28,7 @@ Task = Literal["classification", "regression"]
 Per = Literal["feature", "channel", "all"]
 TASKS = ("classification", "regression")
 COARSEST = 2.0**-10  # of the spread: the steps between numbers that a feature can have
+MOST_CLASSES = 10  # distinct whole numbers that are more likely labels than values
 _EPS = torch.finfo(torch.float32).eps
 
 
@@ -258,6 +259,20 @@ def in_working_dtype(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         coarse |= is_coarse(mean, std)
     dtype = torch.float64 if coarse else torch.float32
     return x.to(dtype), y.to(dtype) if y.is_floating_point() else y
+
+
+def warn_of_labels(values: Tensor, where: str, remedy: str, stacklevel: int) -> None:
+    """Warn of targets that are taken as values, but look like labels: a few whole numbers, each
+    twice or more on average."""
+    if not values.is_floating_point() or bool((values != values.round()).any()):
+        return
+    distinct = values.unique()
+    if len(distinct) <= min(MOST_CLASSES, len(values) // 2):
+        shown = ", ".join(f"{value:g}" for value in distinct.tolist())
+        warnings.warn(
+            f"{where}: the floats {shown} are taken as values of a regression; {remedy}",
+            stacklevel=stacklevel,
+        )
 
 
 def class_names(values: Sequence[str]) -> tuple[str, ...]:

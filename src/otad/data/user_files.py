@@ -25,6 +25,7 @@ from otad.data.dataset import (
     encode_labels,
     in_working_dtype,
     refuse_repeats,
+    warn_of_labels,
 )
 from otad.data.encoding import MISSING, Cell, TableEncoding, looks_like_text, number_in
 from otad.data.registry import find_first
@@ -259,7 +260,7 @@ def load_npz(
         as uint8. `y` (N,) holds labels or values. It may also hold `test_x`, `test_y` and
         `feature_names`.
     task : "classification" or "regression", optional
-        What y is. If None, whole numbers and text are classes, and other numbers are values.
+        What y is. If None, integers and text are classes, and floats are values.
     test_fraction, seed : float, int
         The fraction of rows in the test part, and the seed of the split, where there is no
         `test_x`.
@@ -276,11 +277,13 @@ def load_npz(
     paired = ("test_x" in arrays) == ("test_y" in arrays)
     require(paired, str(path), "both test_x and test_y or neither", ", ".join(arrays))
     x, y = as_inputs(arrays["x"], path, "x"), arrays["y"]
-    if task is None:
-        task = "regression" if y.dtype.kind == "f" else "classification"
-    check_choice(task, "task", TASKS)
-    classes = () if task == "regression" else class_names(_texts(y, path, "y"))
+    chosen = task or ("regression" if y.dtype.kind == "f" else "classification")
+    check_choice(chosen, "task", TASKS)
+    classes = () if chosen == "regression" else class_names(_texts(y, path, "y"))
     targets = as_targets(y, path, "y", classes)
+    if task is None:
+        remedy = "for classification, store labels as integers; else name the task"
+        warn_of_labels(targets, f"{path}: y", remedy, stacklevel=4)
     require(len(x) == len(targets), str(path), f"{len(x)} y for as many x", len(targets))
     x, targets = in_working_dtype(x, targets)
     named = arrays.get("feature_names")
@@ -291,7 +294,7 @@ def load_npz(
         return split_rows(x, targets, test_fraction, seed, **about)
     test_x = as_inputs(arrays["test_x"], path, "test_x").to(x.dtype)
     test_y = as_targets(arrays["test_y"], path, "test_y", classes).to(targets.dtype)
-    return Dataset(about.pop("name"), x, targets, test_x, test_y, task, **about)
+    return Dataset(about.pop("name"), x, targets, test_x, test_y, chosen, **about)
 
 
 def read_npz(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Array]:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from otad.checks import check_choice, check_shape, check_weights, require
 from otad.cip.whole_bank.lifted_bank import least_lipschitz
 from otad.cip.whole_bank.potential import Progress
+from otad.data.dataset import warn_of_labels
 from otad.errors import InputError, SolverError
 from otad.io.mapped_rows import spread_rows
 from otad.io.tensor_files import fingerprint_of
@@ -136,6 +137,8 @@ def defend(
         answering = {"scope": "global"} | answering
     else:
         made = _adapted(net, x, y, inputs, bounds)
+    if not isinstance(net, Backbone):  # which has a task of its own
+        warn_of_labels(y, "y", "for classification, pass labels as integers", stacklevel=5)
     backbone = made.backbone.eval()
     check_weights(backbone, "net")
     rows = backbone.check_inputs(x)
