@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from factories import exact
+from factories import exact, refuses
 
 import otad
 from otad.attacks import Pgd, RandomNoise
@@ -105,8 +105,24 @@ def test_a_readme_of_the_user_is_left_alone(model: OTAD, tmp_path: Path) -> None
 
 
 def test_odd_notes_do_not_break_the_card(model: OTAD, tmp_path: Path) -> None:
-    model.save(tmp_path, data="x", classes=5)
-    model.save(tmp_path, data={"name": "a\n---\n# b", "source": None}, classes=["<b>", 1.5, None])
+    model.save(tmp_path, data="x")
+    model.save(tmp_path, data={"name": "a\n---\n# b", "source": None}, classes=["<b>", 1.5, "c"])
     _, body = read(tmp_path)
     assert "\n# b" not in body
     assert "\\<b\\>" in body
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        (["a", "b"], "notes.classes: expected 3 names"),
+        ("abc", "notes.classes: expected 3 names"),
+        (["a", None, "b"], "notes.classes: expected 3 names"),
+        (["a", "1", 1], "notes.classes: expected distinct names, got repeated 1"),
+    ],
+)
+def test_names_that_do_not_fit_the_classes_are_refused(
+    model: OTAD, tmp_path: Path, classes: object, message: str
+) -> None:
+    refuses(model.save, tmp_path / "model", classes=classes, match=message)
+    assert not (tmp_path / "model" / "card.json").exists()

@@ -44,6 +44,16 @@ def test_regression() -> None:
     assert first["prediction"] == pytest.approx(expected[0], abs=1e-5)
 
 
+def test_answers_have_the_names_of_classes() -> None:
+    model = factories.model()
+    x = factories.queries(model, 3)
+    model.notes["classes"] = ("low", "middle", "high")
+    found = outputs_of(ask(TestClient(create_app(model)), body_of(x)))
+    assert found["label"] == [model.notes["classes"][code] for code in found["prediction"]]
+    model.notes["classes"] = ["low", "high"]
+    factories.refuses(create_app, model, match="notes.classes: expected 3 names")
+
+
 def test_a_global_map_has_as_many_points_as_its_own_rows_need() -> None:
     """However many the rows need that it was computed with."""
     model = factories.model(scope="global")

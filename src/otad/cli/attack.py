@@ -16,13 +16,14 @@ from otad.attacks.base import Attack, AttackResult
 from otad.checks import require
 from otad.cli import options as opt
 from otad.cli.console import describe_score, remark, show
-from otad.cli.inputs import Examples, class_names_of, open_examples
+from otad.cli.inputs import Examples, open_examples
 from otad.cli.outputs import STDOUT, check_out
-from otad.cli.sources import Described, module_of, open_model_or_net, training_inputs
+from otad.cli.sources import module_of, open_model_or_net, training_inputs
 from otad.evaluate import ATTACKS, make_attack
 from otad.evaluate.runner import advice_on_size
 from otad.io.codec import to_plain
 from otad.io.files import replacing
+from otad.model.names import Described, class_names_of
 from otad.progress import progress_bar
 from otad.scores import score_of, share_score
 from otad.threat import LpBall

@@ -15,9 +15,10 @@ from otad.certify import certify_values
 from otad.checks import require
 from otad.cli import console
 from otad.cli import options as opt
-from otad.cli.inputs import Examples, class_names_of, open_examples
+from otad.cli.inputs import Examples, open_examples
 from otad.cli.outputs import check_out
 from otad.cli.sources import open_model
+from otad.model.names import class_names_of
 from otad.model.otad import OTAD
 from otad.progress import progress_bar
 from otad.scores import score_of, share_score

@@ -14,7 +14,7 @@ from torch import Tensor
 from otad.checks import check_choice, require
 from otad.cli import options as opt
 from otad.cli.console import describe_counts, describe_score, show
-from otad.cli.inputs import class_names_of, open_examples
+from otad.cli.inputs import open_examples
 from otad.cli.outputs import STDOUT, check_out
 from otad.cli.sources import TrainedNet, module_of, open_model_or_net, training_inputs
 from otad.evaluate import ATTACKS, PRESETS
@@ -23,6 +23,7 @@ from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation
 from otad.io.codec import to_plain
 from otad.model.folder import note_evaluation
+from otad.model.names import class_names_of
 from otad.model.otad import OTAD
 from otad.report.evaluation_report import evaluation_report
 from otad.report.examples import Adversarial

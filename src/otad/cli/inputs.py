@@ -12,7 +12,7 @@ from torch import Tensor
 
 from otad.checks import refusing, require
 from otad.cli.console import remark
-from otad.cli.sources import Described, data_note
+from otad.cli.sources import data_note
 from otad.data import CellPreparation, Table, read_h5ad, read_images, read_npz, read_table
 from otad.data.dataset import encode_labels, refuse_repeats
 from otad.data.encoding import TableEncoding
@@ -20,6 +20,7 @@ from otad.data.images import list_images, to_gray, visible
 from otad.data.registry import find_first
 from otad.data.user_files import as_inputs, as_targets
 from otad.errors import InputError
+from otad.model.names import Described, class_names_of
 from otad.model.otad import OTAD
 from otad.model.training_inputs import copies_of_bank
 
@@ -110,13 +111,6 @@ def open_examples(
         remark(f"note: {known}. Scores on them do not apply to new data")
     names = tuple(inputs.names[row] for row in chosen)
     return Examples(source, names, x, None if y is None else y[torch.tensor(chosen)].to(device))
-
-
-def class_names_of(model: Described) -> tuple[str, ...]:
-    """Return the names of the classes, or numbers for a model without names; none in regression."""
-    if model.backbone.task == "regression":
-        return ()
-    return tuple(map(str, model.notes.get("classes") or range(model.backbone.n_outputs)))
 
 
 def open_inputs(model: Described, source: str, data_dir: Path | None = None) -> InputRows:

@@ -12,10 +12,10 @@ import torch
 import typer
 
 from otad.checks import check_choice, require
-from otad.cli.sources import Described
 from otad.data.encoding import TableEncoding
 from otad.errors import InputError
 from otad.io.codec import read_json
+from otad.model.names import Described
 from otad.threat import NORMS, LpBall
 from otad.training.config import check_seed
 

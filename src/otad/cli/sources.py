@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from otad.io.codec import from_plain, to_plain, write_json
 from otad.io.tensor_files import read_tensors, write_tensors
 from otad.model.folder import CARD
 from otad.model.loading import load
+from otad.model.names import Described, check_names, interface_of
 from otad.model.otad import OTAD
 from otad.model.training_inputs import check_training_inputs
 from otad.nets import Backbone, build
@@ -122,16 +123,6 @@ class DataNote:
         known = {one.name: card[one.name] for one in fields(DataNote) if one.name in card}
         found: DataNote = from_plain(DataNote, known, "notes.data")
         return found
-
-
-class Described(Protocol):
-    """A model or a trained network, and what is noted about its data."""
-
-    @property
-    def backbone(self) -> Backbone: ...
-
-    @property
-    def notes(self) -> dict[str, Any]: ...
 
 
 def data_note(model: Described) -> DataNote | None:
@@ -288,22 +279,9 @@ def _check_opened(
     out: Path | None,
     *inputs: str | Path | None,
 ) -> None:
-    _check_names(model)
+    check_names(model.notes, interface_of(model.backbone))
     note = data_note(model)
     if out not in (None, STDOUT):
         files = [*inputs, folder / CARD, folder / RECORD_FILE, *folder.glob("*.safetensors")]
         files.append(None if note is None else note.choice.path_from(data_dir))
         refuse_overwriting(out, *files)
-
-
-def _check_names(model: Described) -> None:
-    """Refuse notes without one name for each class, or without one for each feature of a table."""
-    net, is_table = model.backbone, len(model.backbone.input_shape) == 1
-    counts = {"feature_names": net.input_shape[0] if is_table else 0}
-    if net.task == "classification":
-        counts["classes"] = net.n_outputs
-    for name, count in counts.items():
-        listed = model.notes.get(name) or []
-        fits = isinstance(listed, list) and len(listed) in (0, count)
-        fits = fits and all(isinstance(one, str | int | float) for one in listed)
-        require(fits, f"notes.{name}", f"{count} names, or none", repr(listed)[:200])

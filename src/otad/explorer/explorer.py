@@ -19,6 +19,7 @@ from otad.errors import InputError
 from otad.explain import Explanation, explain
 from otad.explorer.path import STEPS, attacked, line_to
 from otad.io.mapped_rows import gathered
+from otad.model.names import class_names_of
 from otad.model.otad import OTAD
 from otad.nets import only_normalizes
 from otad.nets.adapt import denormalized
@@ -137,7 +138,7 @@ class Explorer:
             "kind": "image" if self.is_image else "row",
             "levels": list(levels),
             "bounds": None if backbone.bounds is None else list(backbone.bounds),
-            "classes": self._classes(),
+            "classes": list(class_names_of(self.model)) or None,
             "fields": None if self.is_image else self._fields(),
             "unit": "" if self.is_image else "standard deviations",
             "units": None if self.is_image else _plain(self.unit.flatten()),
@@ -154,13 +155,6 @@ class Explorer:
             ],
             "held_out": self.is_held_out,
         }
-
-    def _classes(self) -> list[str] | None:
-        if self.is_value:
-            return None
-        noted, count = self.model.notes.get("classes"), self.model.backbone.n_outputs
-        fits = isinstance(noted, list) and len(noted) == count
-        return [str(one) for one in (noted if isinstance(noted, list) and fits else range(count))]
 
     def _fields(self) -> list[dict[str, Any]]:
         """The fields of the row editor: a number, or a choice between one-hot positions."""

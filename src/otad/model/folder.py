@@ -26,6 +26,7 @@ from otad.io.tensor_files import fingerprint, fingerprint_of, read_tensors, writ
 from otad.model.bank import FeatureBank
 from otad.model.bank_shards import remove_shards
 from otad.model.model_card import README, EvaluationLike, add_evaluation, write_readme
+from otad.model.names import check_names
 from otad.nets.files import NET_FILE
 
 CARD = "card.json"
@@ -96,6 +97,7 @@ def write_model(
             for parent in parents:
                 entries = entries[parent]
             entries[last] = {**block.entry, "file": name, "fingerprint": fingerprint(block.tensors)}
+        check_names(card["notes"], card["interface"])
         _sealed_text(card)  # refuses notes that are not plain before anything is written
         card["bank"]["checksum"] = bank.save(folder / bank_file, shards=shards)
         for name, (held, header) in files.items():

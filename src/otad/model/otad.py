@@ -23,6 +23,7 @@ from otad.model.bank_module import BankModule
 from otad.model.compiled import answer_compiled
 from otad.model.folder import Block, write_model
 from otad.model.model_card import EvaluationLike, add_evaluation
+from otad.model.names import interface_of
 from otad.model.trace import Trace
 from otad.nets import Backbone, Metric
 from otad.nets.features import parts_of_user
@@ -360,8 +361,7 @@ class OTAD(BankModule):
 
     def interface(self) -> dict[str, Any]:
         """Return the task, the shape and bounds of inputs, and the number of outputs."""
-        names = ("task", "input_shape", "n_outputs", "bounds")
-        return dict(to_plain({name: getattr(self.backbone, name) for name in names}))
+        return interface_of(self.backbone)
 
     def describe(self) -> dict[str, Any]:
         """Return the settings and the bank in plain JSON, as records of evaluations do."""

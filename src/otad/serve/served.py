@@ -17,6 +17,7 @@ from otad.errors import InputError, SolverError
 from otad.explain import explain
 from otad.explain.contributions import contributions_of
 from otad.model.conversion import Estimator
+from otad.model.names import check_names, class_names_of
 from otad.model.otad import OTAD
 from otad.serve import protocol
 from otad.serve.compute import Answers
@@ -48,9 +49,8 @@ class ServedModel:
         self.name, self.version = protocol.check_name(name), "1"
         net, self.encoding = self.model.backbone, TableEncoding.of(self.model.notes)
         self.is_classifier = net.task == "classification"
-        noted: Any = self.model.notes.get("classes")
-        known = isinstance(noted, list) and len(noted) == net.n_outputs
-        self.classes: Sequence[Any] = noted if known else range(net.n_outputs)
+        check_names(self.model.notes, self.model.interface())
+        self.classes = class_names_of(self.model)
         self._no_radius = self._warm_up()
         number = "FP64" if net.mean.dtype == torch.float64 else "FP32"
         self.inputs = self._describe_inputs(number)
@@ -165,14 +165,13 @@ class ServedModel:
 
     def _labels(self, predictions: Tensor) -> Array:
         """Return the names of classes (B,), empty where the model abstains."""
-        names = ["" if code < 0 else str(self.classes[code]) for code in predictions.tolist()]
+        names = ["" if code < 0 else self.classes[code] for code in predictions.tolist()]
         return np.array(names, dtype=object)
 
     def explain(self, x: Tensor) -> list[dict[str, Any]]:
         """Return the explanations of inputs (B, *input_shape) in plain JSON."""
-        classes = list(self.classes) if self.is_classifier else None
-        names = self.model.notes.get("feature_names")
-        found = explain(self.model, x, classes=classes, feature_names=names)
+        names, classes = (self.model.notes.get(one) for one in ("feature_names", "classes"))
+        found = explain(self.model, x, classes=classes or None, feature_names=names)
         return [explanation.to_dict() for explanation in found]
 
 
