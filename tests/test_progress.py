@@ -78,6 +78,23 @@ def test_nothing_is_drawn_without_a_terminal(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr() == ("", "")
 
 
+def test_lines_at_each_tenth_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work() -> list[str]:
+        with progress.part_bars(True) as draw:
+            for done in range(1, 41):
+                draw("work", done, 40, "good\x1b" if done > 38 else None)
+        return capsys.readouterr().err.splitlines()
+
+    assert work() == []  # it took less than two seconds
+    monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
+    expected = [f"otad: work, {done} of 40" for done in range(4, 40, 4)]
+    assert work() == [*expected, *(f"otad: work, {n} of 40: good\\x1b" for n in (39, 40))]
+    monkeypatch.setenv("OTAD_PROGRESS", "0")
+    assert work() == []
+
+
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The parts of all bars, as on a terminal."""

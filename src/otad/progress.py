@@ -2,7 +2,9 @@
 
 An argument `progress` is a function that the caller draws with; True for bars that appear at once
 and stay; False for none; or None, the default, for bars that appear after two seconds on a terminal
-or in a notebook and vanish at the end. `OTAD_PROGRESS=0` in the environment turns all bars off.
+or in a notebook and vanish at the end. Where stderr is neither, as in a file, True writes a line at
+each tenth of work that takes more than two seconds, and None writes nothing. `OTAD_PROGRESS=0` in
+the environment turns all of it off.
 Work inside other work, and work of other threads at the same time, draws no bars of its own.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -110,6 +113,23 @@ class _PartBars:
                 self._bars.stop()
 
 
+class _PartLines:
+    """A line for each tenth of a part, and for its first text."""
+
+    def __init__(self) -> None:
+        self._begun, self._shown = time.monotonic(), dict[str, tuple[int, bool]]()
+
+    def draw(self, part: str, done: int, total: int | None = None, text: str | None = None) -> None:
+        now = 10 * done // total if total else 0, text is not None
+        is_new = now > self._shown.get(part, (0, False))
+        self._shown[part] = now
+        if is_new and time.monotonic() >= self._begun + SHOW_AFTER:
+            steps = f"{done} of {total}" if total else f"{done}"
+            line = f"otad: {part}, {steps}" + ("" if text is None else f": {text}")
+            sys.stderr.write(f"{printable(line)}\n")
+            sys.stderr.flush()
+
+
 def _wanted(progress: bool | None) -> bool:
     if os.environ.get(VARIABLE) == "0" or not is_first():
         return False
@@ -121,14 +141,16 @@ def _nothing(*_: object) -> None: ...
 
 @contextmanager
 def part_bars(progress: PartReport | bool | None = None) -> Iterator[Draw]:
-    """Yield the function of the caller, a function that draws a bar for each part, or one that does
-    nothing."""
+    """Yield the function of the caller, a function that shows the progress of each part, or one
+    that does nothing."""
     alone = _running.acquire(blocking=False)
     try:
         if callable(progress):
             yield progress
         elif not alone or not _wanted(progress):
             yield _nothing
+        elif not can_draw():
+            yield _PartLines().draw
         else:
             shown = _PartBars(passing=progress is None)
             later = threading.Timer(SHOW_AFTER, shown.start)

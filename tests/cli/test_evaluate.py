@@ -14,6 +14,7 @@ import torch
 from cli.small import terminal
 
 import otad
+from otad import progress
 from otad.attacks import L2
 from otad.cli.attack import read_options
 from otad.cli.sources import bank_part
@@ -284,3 +285,16 @@ def test_what_holds_within_bounds_is_reported_apart(nearest: Path) -> None:
         assert score is not None
         assert record[name]["0.5"]["value"] == score.value
     assert "proved within bounds" in Path("both/report.md").read_text(encoding="utf-8")
+
+
+def test_progress_is_told_in_lines_without_a_terminal(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
+    model, few = workshop / "digits-model", ("--rows", 20, "--batch-size", 2)
+    for command in (
+        ("attack", model, "test", "--eps", 0.5, *FAST, *few),
+        ("evaluate", model, "test", "--eps", 0.5, "--attack", "noise", "--out", "found", *few),
+    ):
+        lines = re.findall("otad: attacking.*, [0-9]+ of [0-9]+", terminal.run(*command).stderr)
+        assert 2 < len(lines) <= 11

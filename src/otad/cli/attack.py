@@ -15,7 +15,7 @@ from torch import nn
 from otad.attacks.base import Attack, AttackResult
 from otad.checks import require
 from otad.cli import options as opt
-from otad.cli.console import describe_score, remark, show
+from otad.cli.console import describe_score, remark, show, usual_progress
 from otad.cli.inputs import Examples, open_examples
 from otad.cli.outputs import STDOUT, check_out
 from otad.cli.sources import module_of, open_model_or_net, training_inputs
@@ -148,7 +148,7 @@ def _run(
     x, y = examples.x.split(batch_size), examples.targets.split(batch_size)
     generator = torch.Generator().manual_seed(seed)
     parts: list[dict[str, Any]] = []
-    with progress_bar(f"attacking with {attack.name}") as advance:
+    with progress_bar(f"attacking with {attack.name}", usual_progress()) as advance:
         for some in zip(x, y, strict=True):
             parts.append(vars(attack(model, *some, ball, generator=generator)))
             advance(sum(len(part["inputs"]) for part in parts), len(examples))

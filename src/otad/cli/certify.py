@@ -105,6 +105,7 @@ def _prove_classes(
     facts: dict[str, str] = {}
     names, columns = class_names_of(model), [("row", *examples.names)]
     assumptions: dict[str, None] = {}  # of both threats, in order
+    options["progress"] = console.usual_progress()
     for within in threats:
         found = certify_inputs(model, examples.x, within_bounds=within, **options)
         where = " within bounds" if within else ""
@@ -139,7 +140,7 @@ def _prove_values(
     facts: dict[str, str] = {}
     assumptions: dict[str, None] = {}  # of all intervals, in order
     lines: list[tuple[str, ...]] = [("row", "eps", "low", "high")]
-    with progress_bar("certifying") as advance:
+    with progress_bar("certifying", console.usual_progress()) as advance:
         for done, eps in enumerate(radii, 1):
             found = certify_values(model, examples.x, eps, **options)
             assumptions |= dict.fromkeys(found.assumptions)

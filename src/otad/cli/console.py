@@ -20,12 +20,18 @@ from otad.errors import printable
 from otad.io.codec import to_plain
 from otad.io.files import replacing
 from otad.processes import is_first
+from otad.progress import can_draw
 from otad.scores import Score
 
 
 def remark(message: str) -> None:
     if is_first():
         typer.echo(f"otad: {printable(message)}", err=True)
+
+
+def usual_progress() -> bool | None:
+    """Return what `progress` is for: bars that vanish on a terminal, and lines elsewhere."""
+    return None if can_draw() else True
 
 
 def show(

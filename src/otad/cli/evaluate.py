@@ -13,7 +13,7 @@ from torch import Tensor
 
 from otad.checks import check_choice, require
 from otad.cli import options as opt
-from otad.cli.console import describe_counts, describe_score, show
+from otad.cli.console import describe_counts, describe_score, show, usual_progress
 from otad.cli.inputs import open_examples
 from otad.cli.outputs import STDOUT, check_out
 from otad.cli.sources import TrainedNet, module_of, open_model_or_net, training_inputs
@@ -119,7 +119,7 @@ def evaluate(
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
     x, y, train_x = examples.x, examples.targets, training_inputs(model, data_dir, input)
     how |= {"eps": sorted(radii), "attacks": list(attack) if attack else suite, "train_x": train_x}
-    how |= {"survivors_only": not all_rows, "flags": not no_flags}
+    how |= {"survivors_only": not all_rows, "flags": not no_flags, "progress": usual_progress()}
     how["folder"] = None if out == STDOUT else out
     with opt.executor_of(jobs, cluster, device) as executor, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* equal training points")  # `open_examples` said so

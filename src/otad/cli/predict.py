@@ -18,7 +18,7 @@ from torch import Tensor
 from otad.checks import require
 from otad.cip import Status
 from otad.cli import options as opt
-from otad.cli.console import describe_counts, remark, show, write_csv
+from otad.cli.console import describe_counts, remark, show, usual_progress, write_csv
 from otad.cli.inputs import InputRows, open_inputs
 from otad.cli.outputs import STDOUT, check_out
 from otad.cli.sources import open_model, training_inputs
@@ -95,7 +95,8 @@ def write_predictions(
     def lines() -> Iterator[Sequence[str]]:
         nonlocal total
         yield COLUMNS
-        with progress_bar("predicting") as advance, working(executor) as workers:
+        shown = progress_bar("predicting", usual_progress())
+        with shown as advance, working(executor) as workers:
             for outputs, found in workers.in_order(_answer, (model,), tasks()):
                 part = parts.popleft()
                 if targets is not None:
