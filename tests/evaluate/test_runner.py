@@ -175,6 +175,15 @@ def test_an_eps_beyond_the_range_of_inputs_is_remarked_once() -> None:
         assert [Path(one.filename).name for one in said] == ["test_runner.py"]
 
 
+@pytest.mark.parametrize(
+    ("bounds", "says"), [(None, "inputs unbounded"), ((-9, 9), "inputs in [-9, 9]")]
+)
+def test_the_result_says_which_inputs_were_allowed(bounds: Any, says: str) -> None:
+    ball, how = L2(0.5, bounds=bounds), {"attacks": ["noise"], "flags": False}
+    found = evaluate(Plane().eval(), *plane_data(), ball, **how)
+    assert f" examples, l2 eps 0.5, {says}: clean" in repr(found)
+
+
 def test_a_unit_for_all_features_is_recorded_for_each() -> None:
     model, x, y = two_sides()
     short, full = (

@@ -254,6 +254,8 @@ class Evaluation:
             found = f"mean error {fmean(self.clean_errors):.4g} without attack, "
             found += f"{fmean(self.worst_errors()):.4g} in the worst case"
         sizes = f"{self.n} examples, {self.threat['norm']} eps {self.headline_eps:g}"
+        bounds = self.threat.get("bounds")
+        sizes += ", inputs {}".format("in [{:g}, {:g}]".format(*bounds) if bounds else "unbounded")
         count, attacks = self.verdicts, len({one.attack for one in self.attacks})
         failed = [one.name for one in self.checks if one.verdict == FAIL]
         flags = f"{len(failed)} of {count[PASS] + len(failed)} flags failed"

@@ -155,7 +155,7 @@ def evaluate(
     >>> x, y = digits.test_x[:4], digits.test_y[:4]
     >>> report = otad.evaluate(model, x, y, otad.L2(0.5), attacks=["pgd", "square"])
     >>> report
-    Evaluation(4 examples, l2 eps 0.5: clean ..., worst case ... (undefended ...)...; 2 attacks...)
+    Evaluation(4 examples, l2 eps 0.5, inputs in [0, 1]: clean ..., worst case ...; 2 attacks...)
     >>> report.undefended.worst_case_accuracy <= 1.0
     True
     """
