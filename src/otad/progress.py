@@ -3,8 +3,8 @@
 An argument `progress` is a function that the caller draws with; True for bars that appear at once
 and stay; False for none; or None, the default, for bars that appear after two seconds on a terminal
 or in a notebook and vanish at the end. Where stderr is neither, as in a file, True writes a line at
-each tenth of work that takes more than two seconds, and None writes nothing. `OTAD_PROGRESS=0` in
-the environment turns all of it off.
+each tenth of the work, in its first two seconds at the end alone, and None writes nothing.
+`OTAD_PROGRESS=0` in the environment turns all of it off.
 Work inside other work, and work of other threads at the same time, draws no bars of its own.
 """
 
@@ -123,7 +123,7 @@ class _PartLines:
         now = 10 * done // total if total else 0, text is not None
         is_new = now > self._shown.get(part, (0, False))
         self._shown[part] = now
-        if is_new and time.monotonic() >= self._begun + SHOW_AFTER:
+        if is_new and (done == total or time.monotonic() >= self._begun + SHOW_AFTER):
             steps = f"{done} of {total}" if total else f"{done}"
             line = f"otad: {part}, {steps}" + ("" if text is None else f": {text}")
             sys.stderr.write(f"{printable(line)}\n")

@@ -55,8 +55,7 @@ def test_tables_are_standardized_by_column_and_targets_keep_their_units(workshop
     assert mean == pytest.approx(float(dataset.train_y.mean()), abs=40)
 
 
-def test_progress_and_validation_are_reported_in_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("otad.progress.SHOW_AFTER", 0.0)
+def test_progress_and_validation_are_reported_in_units() -> None:
     write_body(Path("body.csv"))
     arguments = ("train", *READING, "--features", "bmi", "--out", "net", *QUICK, "--json")
     for _ in range(2):  # the second time it is read from its checkpoint
