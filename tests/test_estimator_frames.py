@@ -73,8 +73,32 @@ def test_frames_that_differ_from_those_of_the_fit_are_refused() -> None:
         OTADClassifier(epochs=1).fit(np.where(frame[["age"]] > 40, np.nan, 1.0), label)
     clf.fit(frame[["age"]], label)  # nothing to encode any more
     assert clf.groups_ == ()
-    with pytest.raises(ValueError, match="NaN"):
-        clf.predict(frame[["age"]].assign(age=np.nan))
+    refuses(clf.predict, frame[["age"]].assign(age=np.nan), match="X, column 'age', row 0.*missing")
+
+
+def test_cells_that_are_no_numbers_are_named() -> None:
+    frame, label = mixed_frame()
+    numbers, clf = frame[["age"]].assign(size=1.0), OTADClassifier(epochs=1)
+    pandas = pytest.importorskip("pandas")
+    fit = lambda x: clf.fit(x, label)  # noqa: E731
+    for other, message in (
+        (numbers.assign(size=np.inf), "X, column 'size', row 0: expected a finite number, got inf"),
+        (numbers.assign(size=pandas.Timestamp("2020-01-01")), "X, column 'size': .*datetime64"),
+        (numbers.assign(size=pandas.Timestamp("2020-01-01", tz="UTC")), "'size': .*datetime64"),
+        (numbers[["age"]].astype("timedelta64[s]"), "X, column 'age': .*timedelta64"),
+        (frame.assign(age=pandas.Timestamp("2020-01-01")), "X, column 'age': .*datetime64"),
+        (numbers.to_numpy().astype("datetime64[s]"), "X: expected numbers or text, got dtype date"),
+    ):
+        refuses(fit, other, match=message)
+    fit(numbers)
+    for other, message in (
+        (numbers.assign(size=pandas.Timestamp("2020-01-01")), "X, column 'size': .*datetime64"),
+        (numbers.assign(size="tall"), "X, column 'size', row 0: .*got 'tall'"),
+        (numbers.assign(size=[*[1.0] * 79, np.nan]), "X, column 'size', row 79: .*missing"),
+    ):
+        refuses(clf.predict, other, match=message)
+    with pytest.raises(ValueError, match="feature names"):
+        clf.predict(numbers[["size", "age"]])
 
 
 def test_medians_are_those_of_rows_with_a_weight() -> None:

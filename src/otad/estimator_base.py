@@ -25,7 +25,7 @@ from otad.arguments import check_options, hints_of
 from otad.checks import check_choice, check_finite, require
 from otad.data import Standardizer, Task, holdout
 from otad.data.dataset import in_working_dtype, usual_statistics
-from otad.data.encoding import TableEncoding
+from otad.data.encoding import TableEncoding, refuse_cells, refuse_dates
 from otad.errors import InputError
 from otad.estimator_folder import load_estimator, save_estimator
 from otad.explain import Explanation, explain
@@ -161,10 +161,11 @@ class OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         check_options(hints_of(type(self).__init__), self.get_params(deep=False))
         options = {"allow_nd": True, "ensure_min_samples": 2}
         options["y_numeric"] = self._task == "regression"
+        refuse_dates(X, "X")
         given, self.encoding_ = X, TableEncoding.of_frame(X, sample_weight)
         if self.encoding_ is not None:
             X = self.encoding_.encode_frame(X, "X")
-        inputs, targets = validate_data(self, X, y, dtype=DTYPES, **options)
+        inputs, targets = self._validated(X, y, **options)
         if self.encoding_ is not None:
             validate_data(self, given, skip_check_array=True)  # stores the names of columns
         require(inputs.ndim in (2, 4), "X", "vectors (n, d) or images (n, c, h, w)", inputs.shape)
@@ -177,15 +178,24 @@ class OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         require(used.any(), "sample_weight", "at least one positive weight", "none")
         return torch.tensor(inputs[used]), targets[used], weights[used]
 
+    def _validated(self, *data: Any, **options: Any) -> Any:
+        """Return arrays as scikit-learn checks them; an error names the cell of a DataFrame."""
+        try:
+            return validate_data(self, *data, dtype=DTYPES, **options)
+        except (TypeError, ValueError):
+            refuse_cells(data[0], "X")
+            raise
+
     def as_inputs(self, X: Any) -> Tensor:
         """Return inputs as a tensor that `module_` takes; the names of columns are compared."""
         check_is_fitted(self, "module_")
         X = X.detach().cpu().numpy() if isinstance(X, Tensor) else X
+        refuse_dates(X, "X")
         if self.encoding_ is not None:
             inputs = self.encoding_.encode_frame(X, "X").numpy()
             validate_data(self, X, reset=False, skip_check_array=True)
         else:
-            inputs = validate_data(self, X, dtype=DTYPES, allow_nd=True, reset=False)
+            inputs = self._validated(X, allow_nd=True, reset=False)
         return torch.tensor(np.ascontiguousarray(inputs)).to(self.module_.backbone.mean)
 
     @property
