@@ -61,6 +61,18 @@ def refusing(expected: str) -> Iterator[None]:
         raise InputError(f"{expected}, got: {error!r}") from error
 
 
+@contextmanager
+def taking(x: Tensor, name: str) -> Iterator[None]:
+    """Turn errors of a module that cannot take x into an `InputError`, unless memory is lacking."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, OtadError) or "memory" in str(error):
+            raise
+        takes = f"{_dtype_name(x.dtype)} of shape {tuple(x.shape)} on {x.device}"
+        raise InputError(f"{name}: expected a module that takes {takes}, got: {error}") from error
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -102,7 +102,7 @@ def test_the_wrong_module_is_refused(tmp_path: Path) -> None:
     for net, message in {
         nn.Linear(3, 2): "net: .*the Linear layer 'out', got Linear",
         wrong: "net: expected weights that fit .*net.conv.bias",
-        larger: "in_features of dimension 13",
+        larger: "net: expected OwnCNN with layers of the sizes that were saved, .*dimension 13",
         OtherActivation(): "net: .*outputs noted in the folder, got OtherActivation",
     }.items():
         refuses(otad.load, tmp_path, net=net, match=message)
@@ -460,3 +460,26 @@ def test_floats_that_look_like_labels_are_pointed_out(inputs: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "y:")
         otad.defend(net, x, x.sum(1), inputs=inputs)
+
+
+def test_inputs_of_another_shape_are_refused_in_words() -> None:
+    x, y = torch.rand(12, 4), torch.arange(12) % 3
+    net, takes = nn.Sequential(nn.Linear(5, 3)).eval(), r"takes float32 of shape \(12, 4\) on cpu"
+    refuses(otad.predict, net, x, match=f"model: expected a module that {takes}")
+    refuses(otad.attack, net, x, y, otad.L2(0.1), match=f"model: expected a module that {takes}")
+    how = {"attacks": ["pgd"], "flags": False}
+    refuses(otad.evaluate, net, x, y, otad.L2(0.1), match=f"model: .*{takes}", **how)
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (nn.Linear(5, 2), r"metric: expected a module that takes float32 of shape \(1, 4\)"),
+        (nn.Unflatten(1, (2, 2)), r"metric: expected keys of shape \(B,m\), got \(1, 2, 2\)"),
+        (nn.LSTM(4, 2), r"metric: expected keys of shape \(B,m\), got tuple"),
+    ],
+)
+def test_a_metric_of_another_shape_is_refused_in_words(metric: nn.Module, message: str) -> None:
+    x, y = torch.rand(12, 4), torch.arange(12) % 3
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    refuses(otad.defend, net, x, y, n_neighbors=3, metric=metric, match=message)

@@ -24,6 +24,7 @@ from otad.checks import (
     check_tensor,
     check_weights,
     require,
+    taking,
 )
 from otad.errors import InputError
 from otad.short_repr import median_text
@@ -237,7 +238,8 @@ class Attack(ABC):
         started = time.perf_counter()
         x, target = x.detach(), Target(model, y, tolerance)
         with seeded(model, generator):
-            clean = target(x)
+            with taking(x, "model"):
+                clean = target(x)
             check_outputs(clean, y)
             broken = target.is_broken(clean)
             inputs, outputs = x.clone(), clean.clone()

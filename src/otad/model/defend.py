@@ -25,6 +25,7 @@ from otad.model.otad import OTAD, keys_of
 from otad.model.prototypes import PrototypeNet, prototype_net
 from otad.nets import Backbone, Lift, Metric, PretrainedMetric, lifted_net
 from otad.nets.adapt import Adapted, adapted
+from otad.nets.inputs import output_of
 from otad.nets.lift import MARGIN
 from otad.progress import Counter
 
@@ -143,10 +144,10 @@ def defend(
     check_weights(backbone, "net")
     rows = backbone.check_inputs(x)
     targets = backbone.check_targets(y, len(rows))
-    metric = _fitting(metric, backbone)
+    device = backbone.mean.device
+    metric = _fitting(metric, backbone, rows[:1].to(device))
     asked: dict[str, Any] = {"n_neighbors": n_neighbors, **answering}
     check_settings(len(rows), metric=metric, dim=backbone.dim, **asked)
-    device = backbone.mean.device
 
     def transport(batch: Tensor) -> tuple[Tensor, Tensor]:
         embedded = backbone.embed(batch.to(device))
@@ -167,8 +168,6 @@ def defend(
         )
     keys = None
     if metric is not None:
-        metric = metric.to(device).eval()
-        check_weights(metric, "metric")
         with torch.no_grad():
             batches = rows.split(batch_size)
             keys = torch.cat([keys_of(batch.to(device), metric) for batch in batches])
@@ -210,16 +209,22 @@ def _adapted(
     return adapted(net, x[rows.to(x.device)], inputs=inputs, task=task, bounds=bounds)
 
 
-def _fitting(metric: nn.Module | None, backbone: Backbone) -> nn.Module | None:
-    """Return the metric if it takes the inputs of the backbone. Flatten becomes a metric whose
-    Lipschitz constant is known."""
+@torch.no_grad()
+def _fitting(metric: nn.Module | None, backbone: Backbone, x: Tensor) -> nn.Module | None:
+    """Return the metric, on the device of the inputs x (1,*), if it takes them. Flatten becomes a
+    metric whose Lipschitz constant is known."""
+    if metric is None:
+        return None
     if type(metric) is nn.Flatten:
         plain = PretrainedMetric(metric, input_shape=backbone.input_shape, key_norm="free")
-        return plain.to(backbone.mean.dtype)
+        metric = plain.to(backbone.mean.dtype)
     if isinstance(metric, Metric):
         expected = f"one for inputs of shape {backbone.input_shape} like x"
         fits = metric.input_shape == backbone.input_shape
         require(fits, "metric", expected, f"one for {metric.input_shape}")
+    metric = metric.to(x.device).eval()
+    check_weights(metric, "metric")
+    output_of(metric, x.clone(), "metric", "keys of shape (B,m)")
     return metric
 
 

@@ -120,7 +120,13 @@ def _read_backbone(
 ) -> Backbone:
     """Return the backbone that the card describes, with the user's own module if it needs one."""
     net = None if net is None else unwrapped(net)
-    backbone = restored(build, with_module(card["backbone"]["config"], net), state)
+    try:
+        backbone = restored(build, with_module(card["backbone"]["config"], net), state)
+    except InputError as error:
+        if net is None or str(error).startswith("net:"):
+            raise
+        expected = f"{type(net).__name__} with layers of the sizes that were saved"
+        raise InputError(f"net: expected {expected}, got one with others: {error}") from error
     _check_probe(backbone, card.get("probe"))
     return backbone
 

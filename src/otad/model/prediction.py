@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 import torch
 from torch import Tensor, nn
 
-from otad.checks import check_count, check_evaluation
+from otad.checks import check_count, check_evaluation, taking
 from otad.model.captured import captured
 from otad.model.conversion import ArrayLike, Estimator, converted
 from otad.progress import Counter, progress_bar
@@ -66,4 +66,5 @@ def predict(
 
 @torch.no_grad()
 def _outputs(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return model(x)
+    with taking(x, "model"):
+        return model(x)

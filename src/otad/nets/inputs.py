@@ -23,6 +23,7 @@ from otad.checks import (
     check_tensor,
     refusing,
     require,
+    taking,
 )
 from otad.errors import InputError
 
@@ -243,11 +244,8 @@ def output_of(
     module: nn.Module, x: Tensor, name: str, gives: str = "an output of shape (B,d)"
 ) -> Tensor:
     """Return the output (B,d) of a module for x (B,...); errors name the expected shapes."""
-    try:
+    with taking(x, name):
         output = module(x)
-    except (RuntimeError, ValueError, IndexError) as error:
-        takes = f"{x.dtype} of shape {tuple(x.shape)} on {x.device}"
-        raise InputError(f"{name}: expected a module that takes {takes}, got: {error}") from error
     if not isinstance(output, Tensor) or output.dim() != 2:
         got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise InputError(f"{name}: expected {gives}, got {got}")
