@@ -19,7 +19,7 @@ from otad.cli.train import train_net
 from otad.data import Dataset
 from otad.io.tensor_files import fingerprint, read_tensors
 from otad.training import TrainConfig, loop
-from otad.training.recipes import usual_width
+from otad.training.recipes import BACKBONES, usual_width
 
 READING = ("body.csv", "--target", "progression", "--task", "regression")
 
@@ -215,6 +215,11 @@ def test_gray_images_of_one_size_need_no_option_and_older_nets_keep_their_channe
     terminal.succeed("defend", "older", "--out", "older-model")
     assert otad.load("older-model").backbone.input_shape == (3, 20, 20)
     terminal.succeed("predict", "older-model", "test", "--out", "r.csv")
+
+
+def test_the_help_names_every_kind_of_network() -> None:
+    listed = terminal.text("train", "--help").replace(" ", "")
+    assert f"Kindofnetwork:{','.join(BACKBONES)}." in listed
 
 
 def test_the_width_is_that_of_the_input_where_there_are_enough_rows() -> None:

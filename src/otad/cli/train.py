@@ -26,7 +26,7 @@ from otad.processes import is_first, works_together
 from otad.scores import score_text
 from otad.training import RECIPES, TrainConfig, TrainResult, fit_backbone
 from otad.training.loop import CHECKPOINT
-from otad.training.recipes import usual_width
+from otad.training.recipes import BACKBONES, usual_width
 
 _reading = partial(opt.option, panel=opt.READING)
 _training = partial(opt.option, panel=opt.TRAINING)
@@ -74,7 +74,9 @@ def train(
     ] = None,
     resize: Annotated[int | None, _reading("Images: shorter side before cropping.")] = None,
     test_fraction: Annotated[float | None, _reading("Share of the rows in the test part.")] = None,
-    net: Annotated[str, _training("Kind of network: fc_resnet, or vit for images.")] = "fc_resnet",
+    net: Annotated[
+        str, _training(f"Kind of network: {', '.join(BACKBONES)}.", **opt.among(BACKBONES))
+    ] = "fc_resnet",
     blocks: Annotated[
         int | None, _training("Number of residual blocks.", show_default="5; vit: 7")
     ] = None,
