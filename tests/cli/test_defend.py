@@ -191,3 +191,4 @@ def test_without_its_data_a_model_is_imitated_untested(digits_model: otad.OTAD) 
     digits_model.save("model")
     result = terminal.succeed("imitate", "model", "--out", "named", *TINY)
     assert "not name its data" in result.stderr
+    assert "otad evaluate named INPUT" in " ".join(result.stdout.split())

@@ -149,8 +149,13 @@ def test_what_is_gained_is_printed_and_reported_again(
     assert 'class="moved"' not in alone_page
     other = ("report", "evaluation", "--out", "new.html", "--model")
     assert "model that was evaluated" in terminal.refuse(*other, workshop / "digits-model")
+    np.savez("few.npz", x=np.zeros((2, 8, 8)), y=[0, 1])
+    refused = terminal.refuse(*other, nearest, "--input", "few.npz")
+    assert "the 6 examples of the evaluation, which --input names, got 'few.npz': rows" in refused
     given = ("--input", workshop / "digits.npz")
-    assert "the 6 examples" in terminal.refuse(*other, nearest, *given)
+    assert "the 6 examples of the evaluation, which --input" in terminal.refuse(
+        *other, nearest, *given
+    )
     assert "net.safetensors" in terminal.refuse(
         "report", workshop / "digits-net" / "net.safetensors"
     )
@@ -262,7 +267,8 @@ def test_training_inputs_a_vision_transformer_hides_are_read_from_its_data(
     assert votes, "examples are shown with their training points"
     assert all("<img" in each for each in votes)
     assert terminal.json("attack", "known", "test", *options)["forwards"] > 6 * 10
-    assert "train_x" in terminal.refuse("attack", "unknown", workshop / "digits.npz", *options)
+    refused = terminal.refuse("attack", "unknown", workshop / "digits.npz", *options)
+    assert "or attack a model that `otad defend` made" in refused
     terminal.succeed("explain", "known", "test", "--out", "why.png")
     assert Path("why.png").read_bytes().startswith(b"\x89PNG")
     terminal.succeed("explain", "known", "test", "--out", "why.json")

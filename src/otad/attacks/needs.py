@@ -111,7 +111,8 @@ class Needs:
         if self.affine_keys and not known.affine_keys:
             return "it needs neighbors of inputs that are only normalized; see the attack keys"
         if self.train_inputs and not known.knows_inputs:
-            return "it needs the training inputs, which the bank does not hold; pass train_x"
+            missing = "it needs the training inputs, which the bank does not hold"
+            return f"{missing}; pass train_x in Python, or attack a model that `otad defend` made"
         if self.package is not None and find_spec(self.package) is None:
             return f"{self.package} is not installed: pip install 'otad[attacks]'"
         return None

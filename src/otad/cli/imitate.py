@@ -117,7 +117,8 @@ def imitate(
         notes["metrics"] = record["estimated"]
     card = imitation.model.save(out, **notes)
     facts = _facts(imitation, tested) | {"model": str(out)}
-    facts["next"] = f"otad evaluate {out} test --eps EPS --out DIR"
+    source = "INPUT" if test_part is None else "test"
+    facts["next"] = f"otad evaluate {out} {source} --eps EPS --out DIR"
     show(record | {"model": str(out), "card": str(card)}, as_json, title="Imitated", facts=facts)
 
 

@@ -131,7 +131,8 @@ def _test_part(model: Described, data_dir: Path | None) -> InputRows:
     note = data_note(model)
     if note is None:
         got = "a model that does not name its data"
-        raise InputError(f"input: expected for 'test' a model made by `otad defend`, got {got}")
+        expected = "a file, or for 'test' a model made by `otad defend`"
+        raise InputError(f"input: expected {expected}, got {got}")
     dataset = note.choice.load(data_dir, model.notes)
     unchanged = dataset.fingerprint() == note.fingerprint
     expected = f"{note.choice.data!r} as it was when the model was made"

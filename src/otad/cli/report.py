@@ -14,6 +14,7 @@ from otad.cli.evaluate import report_on
 from otad.cli.inputs import open_examples
 from otad.cli.outputs import STDOUT, check_out
 from otad.cli.sources import module_of, open_model_or_net, refuse_overwriting, training_inputs
+from otad.errors import InputError
 from otad.evaluate.identity import Identity
 from otad.evaluate.records import Evaluation
 from otad.io.tensor_files import fingerprint, read_tensors
@@ -92,11 +93,15 @@ def _with_examples(
     known = evaluation.model.get("fingerprint", found)
     require(found == known, "model", f"the model that was evaluated, {known[:16]}", found[:16])
     options: dict[str, Any] = {"rows": evaluation.n, "seed": evaluation.seed}
-    examples = open_examples(model, source, targets=targets, data_dir=data_dir, **options)
+    expected = f"the {evaluation.n} examples of the evaluation, which --input names"
+    try:
+        examples = open_examples(model, source, targets=targets, data_dir=data_dir, **options)
+    except InputError as error:
+        raise InputError(f"input: expected {expected}, got {source!r}: {error}") from error
     _, header = read_tensors(folder / FOUND)
     data = fingerprint({"x": examples.x, "y": examples.targets})
     same = header.get("data", data) == data
-    require(same, "input", f"the {evaluation.n} examples of the evaluation", "others")
+    require(same, "input", expected, f"others in {source!r}")
     title = f"How robust is {model_dir.resolve().name}?"
     train_x = training_inputs(model, data_dir, source)
     options = {"train_x": train_x, "title": title, "source": source}
