@@ -30,6 +30,24 @@ def test_import_loads_nothing_else() -> None:
     )
 
 
+def test_load_knows_every_kind_of_network() -> None:
+    """A model saved by another process is loaded without an import of its kind of network."""
+    run(
+        """
+        import importlib, pkgutil
+        import otad
+        otad.load
+        from otad.nets import Backbone
+        known = set(Backbone.family._kinds)
+        import otad.model, otad.nets
+        for package in (otad.model, otad.nets):
+            for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+                importlib.import_module(module.name)
+        assert "prototype_net" in known and set(Backbone.family._kinds) == known
+        """
+    )
+
+
 def test_imports_leave_torch_as_it_was_and_names_are_functions_in_any_order() -> None:
     """No extra is loaded. Whatever was imported before, `otad.evaluate`, `otad.certify` and
     `otad.explain`, which share their names with packages, are functions."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from otad.checks import check_device, refusing, require
 from otad.errors import InputError
+from otad.model import prototypes  # noqa: F401  (registers its network)
 from otad.model.answerers import ANSWERERS, NeighborAnswerer
 from otad.model.folder import CARD, read_bank, read_block, read_card
 from otad.model.otad import OTAD
