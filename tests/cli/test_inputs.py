@@ -154,6 +154,17 @@ def test_norm_eps_and_bounds(digits_model: otad.OTAD, body_model: otad.OTAD) -> 
     assert threat_to(body_model, "l2", 2.0, unit="1").bounds is None
 
 
+def test_a_network_that_does_not_standardize_has_no_standard_deviations() -> None:
+    """A user's own network has a std of 1, which is not that of the training data."""
+    x, y = 20 * torch.randn(30, 2), torch.arange(30) % 3
+    with pytest.warns(UserWarning, match="defense"):
+        model = otad.defend(torch.nn.Linear(2, 3), x, y, metric=torch.nn.Flatten())
+    ball = threat_to(model, "l2", 1.0)
+    assert (ball.scale, ball.unit_name) == (None, "")
+    with pytest.raises(InputError, match="unit: expected 1, .*--scale.*'std'"):
+        threat_to(model, "l2", 1.0, unit="std")
+
+
 def test_units_are_standard_deviations_or_those_of_a_file(
     body_model: otad.OTAD, tmp_path: Path
 ) -> None:

@@ -112,7 +112,7 @@ Unit = Annotated[
     str | None,
     option(
         "Unit of each feature: 1, or std for its standard deviation in the training data.",
-        show_default="std for tables, else 1",
+        show_default="std for tables that the network standardizes, else 1",
         panel=THREAT,
     ),
 ]
@@ -195,7 +195,11 @@ def threat_to(
     require(left, "immutable", "at least one feature to be left", "all of them")
     fixed = [place for name in frozen for place in places[name]]
     fixed += () if encoding is None else encoding.indicators
-    unit = check_choice(unit or ("std" if len(shape) == 1 else "1"), "unit", ("1", "std"))
+    standardized = bool((model.backbone.std != 1).any())
+    usual = "std" if len(shape) == 1 and standardized else "1"
+    unit = check_choice(unit or usual, "unit", ("1", "std"))
+    expected = "1, because the network takes inputs as they are; --scale names other units"
+    require(unit == "1" or standardized, "unit", expected, repr(unit))
     units = model.backbone.std.detach().clone() if unit == "std" else None
     if scale is not None:
         texts = [] if encoding is None else [it.name for it in encoding.columns if it.categories]

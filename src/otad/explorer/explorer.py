@@ -140,7 +140,7 @@ class Explorer:
             "bounds": None if backbone.bounds is None else list(backbone.bounds),
             "classes": list(class_names_of(self.model)) or None,
             "fields": None if self.is_image else self._fields(),
-            "unit": "" if self.is_image else "standard deviations",
+            "unit": "standard deviations" if bool((self.unit != 1).any()) else "",
             "units": None if self.is_image else _plain(self.unit.flatten()),
             "bank": len(model.bank_labels),
             "start": _plain(self._within_bounds(backbone.mean.expand(self.shape)).flatten()),
