@@ -7,9 +7,9 @@ from factories import refuses
 from torch import Tensor
 
 from otad.certify.input_reach import KEY_ROUNDOFFS
-from otad.nets import OrthogonalNet, fc_resnet
+from otad.nets import LinearHead, LipschitzBound, OrthogonalNet, fc_resnet, only_normalizes
 from otad.nets.lift import Lift, feature_lift
-from otad.nets.lipschitz import norm_bounds
+from otad.nets.lipschitz import LipschitzNet, norm_bounds
 from otad.nets.orthogonal import orthogonal_weights, retract
 
 SHAPE = (2, 4, 6)
@@ -101,6 +101,43 @@ def test_rounding_and_hidden_values_are_within_what_is_stated() -> None:
         hidden = wide._hidden(tokens)
     assert float((error / size).max()) < KEY_ROUNDOFFS / 16 * torch.finfo(torch.float32).eps
     assert max(float(each.norm()) for each in hidden) <= float(tokens.norm()) + bound.offset
+
+
+def test_rounding_does_not_grow_with_the_image() -> None:
+    """The terms of a sum over 12,544 equal tokens are all rounded in the same direction."""
+    net = OrthogonalNet((1, 224, 224), 2, width=16, blocks=1).eval()
+    x = torch.linspace(0.1, 1, 30).view(-1, 1, 1, 1).expand(-1, *net.input_shape)
+    with torch.no_grad():
+        found = net.embed(x).double()
+        error = (found - net.double().embed(x.double())).norm(dim=1)
+    size = net.lipschitz.constant * x.double().flatten(1).norm(dim=1)
+    assert float((error / size).max()) < KEY_ROUNDOFFS / 16 * torch.finfo(torch.float32).eps
+
+
+def test_a_lift_has_the_normalization_of_what_is_inside() -> None:
+    lift = Lift(small(), stretch=1.0)
+    state = {name: tensor.clone() for name, tensor in lift.state_dict().items()}
+    state["inner.std"] *= 0.02
+    lift.load_state_dict(state)
+    assert torch.equal(lift.std, lift.inner.std)
+    assert lift.std.max() < 0.02
+
+
+class Plane(LipschitzNet):
+    """A linear classifier, whose embedding only normalizes."""
+
+    def __init__(self) -> None:
+        super().__init__((3,), 2)
+        self.head = LinearHead(3, 2, "classification")
+
+    @property
+    def lipschitz(self) -> LipschitzBound:
+        return LipschitzBound("l2", 1.0, 0.0)
+
+
+def test_a_lift_that_shrinks_directions_does_more_than_normalize() -> None:
+    assert only_normalizes(Lift(Plane(), stretch=1.0))
+    assert not only_normalizes(Lift(Plane(), stretch=1.0, unread=0.5))
 
 
 def test_matrices_are_retracted_to_the_nearest_orthogonal_ones() -> None:

@@ -317,7 +317,7 @@ def only_normalizes(backbone: Backbone) -> bool:
     if kind.normalize is not Backbone.normalize:
         return False
     if kind is Lift and isinstance(backbone, Lift):
-        return only_normalizes(backbone.inner)
+        return backbone.read is None and only_normalizes(backbone.inner)
     if isinstance(backbone, SequentialBackbone) and kind.embed is SequentialBackbone.embed:
         layer = backbone.embedding
         return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)

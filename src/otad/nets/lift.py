@@ -14,7 +14,7 @@ Then the outputs do not depend on the directions of e that are orthogonal to all
 but distances do. Far from training points, the map through all pairs answers by a mixture of many
 outputs, which is too short. If these unread directions are multiplied by a factor below 1, no
 output changes, no two points get farther apart, and the ratio is still at most the spectral norm.
-So the same radii are proved, and the map comes closer to the outputs of the network itself."""
+So equal margins prove equal radii, and the map comes closer to the outputs of the network."""
 
 from __future__ import annotations
 
@@ -75,8 +75,9 @@ class Lift(Backbone):
         size, count = inner.dim, inner.n_outputs
         shape: dict[str, Any] = {"dim": size + count, "task": inner.task, "bounds": inner.bounds}
         super().__init__(inner.input_shape, count, **shape)
-        self.mean, self.std = inner.mean, inner.std
         self.inner, self.lift = inner, count
+        _share_normalization(self)
+        self.register_load_state_dict_post_hook(_share_normalization)  # type: ignore[no-untyped-call]
         self.stretch, self.unread = float(stretch), float(unread)
         # An orthonormal basis (r,d) of the rows of the head, if it is needed.
         self.register_buffer("read", None if unread == 1 else _row_basis(inner.head))
@@ -114,6 +115,11 @@ class Lift(Backbone):
     @classmethod
     def from_config(cls, options: Mapping[str, Any]) -> Self:
         return cls(build(options["inner"]), **{k: v for k, v in options.items() if k != "inner"})
+
+
+def _share_normalization(lift: Lift, *_: object) -> None:
+    """Certificates read `mean` and `std` of the lift, but inputs are normalized by those inside."""
+    lift.mean, lift.std = lift.inner.mean, lift.inner.std
 
 
 @torch.no_grad()

@@ -131,8 +131,10 @@ class OrthogonalNet(LipschitzNet):
             back = (turn.to(wide) @ basis.to(wide).mT).to(turn.dtype)
             found.append(max_min(functional.linear(moved, back, bias)))
             x = found[-1]
-        x = x.to(torch.promote_types(x.dtype, torch.float32))  # bfloat16 has too few digits
-        return [*found, torch.linalg.vector_norm(x, dim=(1, 2))]
+        single = torch.promote_types(x.dtype, torch.float32)  # bfloat16 has too few digits
+        # In evaluation mode float64, because rounding errors of sums over many tokens add up.
+        wide = single if self.training else torch.float64
+        return [*found, torch.linalg.vector_norm(x.to(wide), dim=(1, 2)).to(single)]
 
     @property
     def lipschitz(self) -> LipschitzBound:
