@@ -12,6 +12,8 @@ import pytest
 import torch
 from threadpoolctl import threadpool_info
 
+from otad.cip import execution as cip
+from otad.nets import lipschitz as nets
 from otad.threads import _ONE_THREAD_EACH, run_on_threads
 
 
@@ -70,17 +72,22 @@ def test_a_setting_of_the_process_is_undone_by_the_last_thread_that_needs_it() -
         "cuda.matmul.fp32_precision = 'tf32'",
         "cudnn.conv.fp32_precision = 'tf32'",
         "mkldnn.matmul.fp32_precision = 'bf16'",
+        "mkldnn.conv.fp32_precision = 'bf16'",
+        "mkldnn.fp32_precision = 'bf16'",
         "fp32_precision = 'tf32'",
     ],
 )
 def test_both_ways_to_set_the_precision_of_torch_are_supported(setting: str) -> None:
     code = f"""
-        import torch, otad
+        import torch, otad, otad.precision
         backends = torch.backends
         backends.{setting}
         places = backends.cuda.matmul, backends.cudnn.conv
+        places += backends.mkldnn.matmul, backends.mkldnn.conv
         now = lambda: [place.fp32_precision.replace("none", "ieee") for place in places]
         before, x = now(), torch.rand(20, 4)
+        with otad.precision.FULL_PRODUCTS:
+            assert now() == ["ieee"] * 4, now()
         model = otad.defend(None, x, torch.arange(20) % 3, inputs="pixels", scope="local")
         net = otad.nets.SOCNet((1, 8, 8), 3, widths=(4,)).eval()
         assert model(x).isfinite().all() and net(torch.rand(2, 1, 8, 8)).isfinite().all()
@@ -89,3 +96,18 @@ def test_both_ways_to_set_the_precision_of_torch_are_supported(setting: str) -> 
     run = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_full_precision_lasts_until_the_last_thread_is_done() -> None:
+    before, device = torch.get_float32_matmul_precision(), torch.device("cpu")
+    torch.set_float32_matmul_precision("high")
+    try:
+        one, other = nets.full_precision(device), cip.full_precision(device)
+        one.__enter__()
+        other.__enter__()
+        one.__exit__(None, None, None)
+        assert torch.get_float32_matmul_precision() == "highest"
+        other.__exit__(None, None, None)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)

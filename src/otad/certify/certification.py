@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from otad.model.conversion import ArrayLike, Converted, Estimator, converted, li
 from otad.model.otad import OTAD
 from otad.nets import Backbone, LinearHead
 from otad.nets.vit import TokenHead
+from otad.precision import FULL_PRODUCTS
 from otad.progress import Counter, progress_bar
 from otad.workers import Workers, in_batches
 
@@ -36,8 +38,24 @@ APPROXIMATE = (
 for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):  # rules register themselves
     importlib.import_module(f"{__package__}.{_module.name}")
 
+Arguments = ParamSpec("Arguments")
+Proof = TypeVar("Proof")
 
-@torch.no_grad()
+
+def _in_full_precision(work: Callable[Arguments, Proof]) -> Callable[Arguments, Proof]:
+    """Margins have to be those of float32, even if the caller uses autocast or TF32."""
+
+    @torch.no_grad()
+    @wraps(work)
+    def proving(*args: Arguments.args, **options: Arguments.kwargs) -> Proof:
+        cpu, cuda = (torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda"))
+        with FULL_PRODUCTS, cpu, cuda:
+            return work(*args, **options)
+
+    return proving
+
+
+@_in_full_precision
 def certify(
     model: OTAD | Backbone | Estimator,
     x: ArrayLike,
@@ -150,7 +168,7 @@ def _radii(rules: Sequence[Rule], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return radius, prediction, torch.where(batch.proved, number, len(rules) + 1)
 
 
-@torch.no_grad()
+@_in_full_precision
 def certify_values(
     model: OTAD | Estimator,
     x: ArrayLike,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from otad.cip.protocols import RowProblem
-from otad.precision import full, product_precision, set_product_precision
+from otad.precision import FULL_PRODUCTS
 from otad.threads import Part, ProcessWide, Result, run_on_threads
 
 _FEWEST_ROWS = 512  # fewer rows do not get a thread of their own: threads wait for the interpreter
@@ -83,20 +83,18 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
     The kernels of oneDNN for small batched products have reduced precision on some processors, and
     are many times slower than BLAS on others."""
-    with _FULL_PRECISION, torch.autocast(device.type, enabled=False):
+    with FULL_PRODUCTS, _WITHOUT_ONEDNN, torch.autocast(device.type, enabled=False):
         yield
 
 
 @contextmanager
-def _without_rounding() -> Iterator[None]:
-    precision, onednn = product_precision(), torch.backends.mkldnn.enabled
-    set_product_precision(full(precision))
+def _without_onednn() -> Iterator[None]:
+    enabled = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
         yield
     finally:
-        set_product_precision(precision)
-        torch.backends.mkldnn.enabled = onednn
+        torch.backends.mkldnn.enabled = enabled
 
 
-_FULL_PRECISION = ProcessWide(_without_rounding)
+_WITHOUT_ONEDNN = ProcessWide(_without_onednn)

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import orthogonal
 from otad.checks import MOST_BLOCKS, check_count, require
 from otad.nets.base import Backbone, LipschitzBound, Metric, register_metric
 from otad.nets.inputs import Sizes, check_image_shape, draw
-from otad.precision import full, product_precision, set_product_precision
+from otad.precision import FULL_PRODUCTS
 
 ROUNDING = 1 + 1e-9  # a factor above the rounding of norms computed in float64
 SHIFTED = 5  # one of so many channels is shifted in each direction
@@ -39,13 +39,8 @@ class LipschitzNet(Backbone):
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Compute products and convolutions in float32, which a GPU may otherwise round to ten bits."""
-    precision = product_precision()
-    set_product_precision(full(precision))
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        set_product_precision(precision)
+    with FULL_PRODUCTS, torch.autocast(device.type, enabled=False):
+        yield
 
 
 @register_metric("lipschitz")
