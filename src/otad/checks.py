@@ -227,7 +227,9 @@ def check_positive(value: float | Sequence[float], name: str, *, most: float = m
 
 def check_bounds(bounds: Sequence[float]) -> tuple[float, float]:
     """Return the lowest and the highest legal value as plain numbers."""
-    ordered = len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf
+    ordered = False
+    with suppress(TypeError):  # if they are no numbers
+        ordered = len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf
     require(ordered, "bounds", "two finite numbers low < high", repr(bounds))
     return float(bounds[0]), float(bounds[1])
 

@@ -117,6 +117,28 @@ def test_rounding_is_within_what_is_assumed(make) -> None:
     assert float((error / size).max()) < KEY_ROUNDOFFS / 16 * torch.finfo(torch.float32).eps
 
 
+def test_autocast_of_the_caller_changes_no_certificate() -> None:
+    net = soc_plane(3).eval()
+    with torch.no_grad():
+        net.head.bias += 20  # bfloat16 keeps few digits of outputs near 20
+    x = torch.randn(50, *net.input_shape, generator=torch.Generator().manual_seed(0))
+    expected = certify(net, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = certify(net, x)
+    assert torch.equal(found.radius, expected.radius)
+    assert torch.equal(found.prediction, expected.prediction)
+
+
+def test_a_changed_std_has_to_be_positive(tmp_path) -> None:
+    net = soc_plane().eval()
+    net.std[0] = -0.01
+    with pytest.raises(otad.InputError, match="model: expected a positive std"):
+        certify(net, torch.zeros(1, *net.input_shape))
+    save_net(net, tmp_path / "net.safetensors")
+    with pytest.raises(otad.InputError, match="std: expected positive values"):
+        load_net(tmp_path / "net.safetensors")
+
+
 def test_a_saved_net_has_the_same_certificate(tmp_path) -> None:
     for make in (linf_plane, soc_plane):
         net, x = trained(make), torch.rand(5, *make().input_shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import cvxpy
@@ -178,6 +179,23 @@ def test_a_box_bound_is_below_the_quadratic_program() -> None:
         ratios += [found / exact] if feasible else []
     assert np.mean(ratios) > 0.95
     assert len(ratios) >= 4
+
+
+def test_a_half_space_is_not_ruled_out_by_rounding() -> None:
+    """Weights that cancel a computed normal need not cancel the exact one, which reaches far in a
+    large box."""
+    low, high = torch.tensor([[-1e9, -1.0]]).double(), torch.tensor([[0.0, 1e-3]]).double()
+    heights, met = torch.full((1, 2), 1e-14, dtype=torch.float64), 0
+    for a, b in np.random.default_rng(0).uniform(0.1, 3, size=(500, 2)).tolist():
+        normals = torch.tensor([[[a, 1e-12], [-b, 1e-12]]], dtype=torch.float64)
+        weights = torch.tensor([[1 / a, 1 / b]], dtype=torch.float64)
+        exact = Fraction(1 / a) * Fraction(a) - Fraction(1 / b) * Fraction(b)
+        goal = (Fraction(1 / a) + Fraction(1 / b)) * Fraction(1e-14)
+        if exact * -(10**9) > goal:  # at the border of the box
+            sizes = normals.square().sum(2)
+            assert float(Box(low, high).distance(normals, heights, sizes, weights)[0]) < math.inf
+            met += 1
+    assert met > 10
 
 
 def test_bounds_that_do_not_bound_the_keys_change_nothing() -> None:

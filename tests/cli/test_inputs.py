@@ -161,7 +161,7 @@ def test_a_network_that_does_not_standardize_has_no_standard_deviations() -> Non
         model = otad.defend(torch.nn.Linear(2, 3), x, y, metric=torch.nn.Flatten())
     ball = threat_to(model, "l2", 1.0)
     assert (ball.scale, ball.unit_name) == (None, "")
-    with pytest.raises(InputError, match="unit: expected 1, .*--scale.*'std'"):
+    with pytest.raises(InputError, match=r"unit: expected 1, .*--scale.*'std'"):
         threat_to(model, "l2", 1.0, unit="std")
 
 

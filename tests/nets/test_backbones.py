@@ -90,6 +90,7 @@ def test_drawn_weights_have_the_stated_variance() -> None:
         ({"task": "ranking"}, "task.*'ranking'"),
         ({"bounds": (1.0, 0.0)}, "bounds: .*low < high.*1.0, 0.0"),
         ({"bounds": (0.0,)}, r"bounds.*\(0.0,\)"),
+        ({"bounds": ((0.0, 1.0), (0.0, 1.0))}, "bounds: expected two finite numbers low < high"),
         ({"std": 0.0}, "std: expected positive values, got 0.0"),
         ({"mean": float("nan")}, "mean.*nan"),
         ({"mean": [0.0, 1.0]}, r"mean: .*\(3,\), got \(2,\)"),

@@ -84,7 +84,7 @@ class Box(NamedTuple):
         corner = torch.where(normal > 0, high, low).masked_fill(normal == 0, 0.0)
         # A computed normal is wrong by ROUNDING of its terms |x_i| + |x_j| <= sqrt(2 sizes).
         terms = math.sqrt(2) * (weights * sizes.sqrt()).sum(1)
-        slack = ROUNDING * terms * torch.linalg.vector_norm(corner, dim=1)
+        slack = ROUNDING * terms * torch.linalg.vector_norm(torch.maximum(-low, high), dim=1)
         goal = ((weights * heights).sum(1) - slack) * (1 - 2 * ROUNDING)
         factor = torch.zeros_like(goal)
         for _ in range(STEPS):

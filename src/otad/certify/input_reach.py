@@ -138,7 +138,10 @@ def check_bounds(net: Backbone, within_bounds: bool) -> tuple[str, ...]:
 
 
 def measured_unit(backbone: Backbone, unit: Tensor | None) -> Tensor:
-    """The unit (*input_shape) of changes of inputs in float64; refuse an illegal one."""
+    """The unit (*input_shape) of changes of inputs in float64; refuse an illegal one, and networks
+    whose std was changed to one."""
+    least = float(backbone.std.min())
+    require(least > 0, "model", "a positive std of its inputs", least)
     if unit is None:
         return torch.ones(backbone.input_shape, dtype=torch.float64, device=backbone.std.device)
     require(isinstance(unit, Tensor), "unit", "a torch.Tensor or None", type(unit).__name__)

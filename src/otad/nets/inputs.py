@@ -175,6 +175,8 @@ def restored(
         net = make(config)
     with refusing("net: expected weights that fit its config"):
         net.load_state_dict(_shared(net, state), assign=True)
+    for part in (one for one in net.modules() if isinstance(one, InputNet)):
+        require((part.std > 0).all(), "std", "positive values", part.std.min().item())
     return net.eval()
 
 
