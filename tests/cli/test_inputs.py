@@ -17,9 +17,10 @@ from PIL import Image
 
 import otad
 from otad.attacks import L2, Linf
-from otad.cli.inputs import open_examples
+from otad.cli.inputs import open_examples, open_inputs
 from otad.cli.options import read_radii, threat_to
 from otad.cli.sources import refuse_overwriting
+from otad.data import Dataset
 from otad.errors import InputError
 
 
@@ -85,6 +86,45 @@ def test_an_image_has_its_target_in_its_folder(workshop: Path, digits_model: ota
     assert found.targets.tolist() == whole["y"][:6].tolist()
     with pytest.raises(InputError, match=r"targets: .*'y'"):
         open_examples(digits, "flat", targets="y")
+
+
+@pytest.mark.filterwarnings("ignore:defense")
+@pytest.mark.parametrize(("bounds", "by_keys"), [((0.0, 16.0), False), (None, False), (None, True)])
+def test_images_are_not_read_on_another_scale_in_silence(
+    bounds: Any, by_keys: bool, digits: Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x, y = 16 * digits.train_x, digits.train_y
+    if by_keys:
+        net = torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(64, 9), torch.nn.ReLU(), torch.nn.Linear(9, 10)
+        )
+        model = otad.defend(net, x, y, inputs="features", metric=torch.nn.Flatten())
+    else:
+        model = otad.defend(None, x, y, inputs="pixels", bounds=bounds)
+    write_image(Path("flat/0.png"), digits.test_x[0, 0].numpy())
+    np.savez("bytes.npz", x=np.zeros((1, 8, 8), np.uint8))
+    np.savez("floats.npz", x=x[:1].numpy())
+    assert torch.equal(open_inputs(model, "floats.npz").row(0), x[:1])
+    assert capsys.readouterr().err == ""
+    for source in ("flat", "bytes.npz"):
+        if bounds is None:
+            open_inputs(model, source)
+            error = capsys.readouterr().err
+            assert "values from 0 to 1, but training points have values from 0 to 16" in error
+        else:
+            message = r"bounds \(0.0, 16.0\) of the model, got images, .* values from 0 to 1"
+            with pytest.raises(InputError, match=message):
+                open_inputs(model, source)
+
+
+def test_images_of_a_model_without_bounds_may_have_the_usual_scale(
+    digits: Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = {"inputs": "pixels", "bank_dtype": torch.bfloat16}
+    model = otad.defend(None, digits.train_x, digits.train_y, **half)
+    write_image(Path("flat/0.png"), digits.test_x[0, 0].numpy())
+    open_inputs(model, "flat")
+    assert capsys.readouterr().err == ""
 
 
 def test_rows_keep_their_names_inputs_and_targets(digits_model: otad.OTAD) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,9 +21,15 @@ from otad.data.images import list_images, to_gray, visible
 from otad.data.registry import find_first
 from otad.data.user_files import as_inputs, as_targets
 from otad.errors import InputError
+from otad.io.mapped_rows import spread_rows
 from otad.model.names import Described, class_names_of
 from otad.model.otad import OTAD
-from otad.model.training_inputs import copies_of_bank
+from otad.model.training_inputs import SAMPLE, copies_of_bank
+from otad.nets import PretrainedMetric
+from otad.nets.adapt import denormalized, only_normalizes
+from otad.nets.inputs import InputNet
+
+ROUNDING = 0.01  # how far a bank in half precision may leave the range of its inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +172,10 @@ def _table(model: Described, path: Path) -> InputRows:
 
 
 def _arrays(model: Described, path: Path) -> InputRows:
-    x = as_inputs(read_npz(path, ("x",))["x"], path, "x")
+    values = read_npz(path, ("x",))["x"]
+    x = as_inputs(values, path, "x")
+    if values.dtype == np.uint8 and x.dim() == 4:
+        _check_scale(model, f"{path}, x")
     require(len(x), f"{path}, x", "at least one row", "none")
 
     def targets(name: str | None) -> Tensor | None:
@@ -196,6 +206,7 @@ def _images(model: Described, folder: Path) -> InputRows:
     shape = model.backbone.input_shape
     square = len(shape) == 3 and shape[1] == shape[2] and shape[0] in (1, 3)
     require(square, str(folder), f"inputs of shape {shape}", "images")
+    _check_scale(model, str(folder))
     parts = visible(folder)
     flat = not parts or not all(part.is_dir() for part in parts)
     paths = [path for part in ([folder] if flat else parts) for path in list_images(part)]
@@ -213,6 +224,38 @@ def _images(model: Described, folder: Path) -> InputRows:
         return _encode(model, labels, folder) if known else None
 
     return InputRows(names, read, targets)
+
+
+def _check_scale(model: Described, where: str) -> None:
+    """Refuse images, which are read as values from 0 to 1, if the model has other bounds. If it has
+    none, but training points beyond this range, remark it."""
+    backbone, read = model.backbone, "images, which are read as values from 0 to 1"
+    remedy = "write the values as floats to an NPZ file, which is read as it is"
+    expected = f"values in the bounds {backbone.bounds} of the model"
+    require(backbone.bounds in (None, (0.0, 1.0)), where, expected, f"{read}: {remedy}")
+    found = _training_points(model) if backbone.bounds is None else None
+    if found is None:
+        return
+    low, high = found.min().item(), found.max().item()
+    if low < -ROUNDING or high > 1 + ROUNDING:
+        known = f"but training points have values from {low:.3g} to {high:.3g}"
+        remark(f"warning: {where} has {read}, {known}. If this is not meant, {remedy}")
+
+
+def _training_points(model: Described) -> Tensor | None:
+    """Return some training inputs, if the bank or its keys are inputs that are only normalized."""
+    if not isinstance(model, OTAD):
+        return None
+    keys, metric = model.bank_keys, model.metric
+    if keys is not None and isinstance(metric, PretrainedMetric) and metric.lipschitz is not None:
+        net: InputNet = metric
+        points = keys
+    elif only_normalizes(model.backbone):
+        net, points = model.backbone, model.bank_inputs
+    else:
+        return None
+    rows = spread_rows(len(points), SAMPLE).to(points.device)
+    return denormalized(net, points[rows].to(net.mean))
 
 
 def _from_tensor(

@@ -15,7 +15,7 @@ from otad.errors import InputError
 from otad.nets.base import Backbone, LinearHead, register, squared_lengths
 from otad.nets.features import Features, Head, find_head, unwrapped
 from otad.nets.fully_connected import LiftedNet
-from otad.nets.inputs import Sizes, evaluating, output_of
+from otad.nets.inputs import InputNet, Sizes, evaluating, output_of
 from otad.nets.layer_json import check_activations, describe, restore
 from otad.nets.lift import Lift, feature_lift
 from otad.nets.lipschitz import LipschitzNet
@@ -324,10 +324,10 @@ def only_normalizes(backbone: Backbone) -> bool:
     return kind.embed is (LiftedNet.embed if backbone.lift else Backbone.embed)
 
 
-def denormalized(backbone: Backbone, embedded: Tensor) -> Tensor:
+def denormalized(net: InputNet, embedded: Tensor) -> Tensor:
     """Return the inputs (..., *input_shape) of embedded ones (..., d), which are only normalized.
 
     The coordinates of a lift may be left out."""
-    flat = embedded[..., : math.prod(backbone.input_shape)]
-    shaped = flat.reshape(*flat.shape[:-1], *backbone.input_shape)
-    return shaped * backbone.std + backbone.mean
+    flat = embedded[..., : math.prod(net.input_shape)]
+    shaped = flat.reshape(*flat.shape[:-1], *net.input_shape)
+    return shaped * net.std + net.mean
