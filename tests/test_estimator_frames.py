@@ -87,7 +87,7 @@ def test_cells_that_are_no_numbers_are_named() -> None:
         (numbers.assign(size=pandas.Timestamp("2020-01-01", tz="UTC")), "'size': .*datetime64"),
         (numbers[["age"]].astype("timedelta64[s]"), "X, column 'age': .*timedelta64"),
         (frame.assign(age=pandas.Timestamp("2020-01-01")), "X, column 'age': .*datetime64"),
-        (numbers.to_numpy().astype("datetime64[s]"), "X: expected numbers or text, got dtype date"),
+        (numbers.to_numpy().astype("datetime64[s]"), "X: expected no dates, got dtype date"),
     ):
         refuses(fit, other, match=message)
     fit(numbers)

@@ -92,6 +92,19 @@ def test_a_network_is_defended_with_every_kind_of_data() -> None:
     refuses(otad.defend, net(), x, match="y: expected one target per input, got None")
 
 
+def test_columns_of_a_frame_may_differ_in_their_kind_of_numbers() -> None:
+    frame = pandas.DataFrame({"age": [1, 2], "big": [True, False], "old": [0.5, 1.5]})
+    frame = frame.astype({"age": "Int64"})
+    found = converted(net(), frame)
+    assert torch.equal(found.x, torch.tensor([[1, 1, 0.5], [2, 0, 1.5]]))
+    for column, message in (
+        (["1", "2"], "x, column 'old', row 0: expected a number, got '1'"),
+        ([1.5, None], "x, column 'old', row 1: expected a number, got a missing cell"),
+        (pandas.to_datetime([1, 2]), "x, column 'old': expected no dates, got dtype datetime64"),
+    ):
+        refuses(converted, net(), frame.assign(old=column), match=message)
+
+
 def values(found: Evaluation) -> Any:
     """Clean scores. The bits of a network can depend on where in memory its inputs are."""
     return pytest.approx({name: one.value for name, one in found.clean.items()}, rel=1e-4)

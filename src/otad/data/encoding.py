@@ -220,7 +220,7 @@ def looks_like_text(cells: Sequence[Cell]) -> bool:
 
 def is_mixed(table: Any) -> bool:
     """Whether this is a DataFrame with columns of text or categories, or with missing values."""
-    if not _is_frame(table):
+    if not is_frame(table):
         return False
     columns = (table[name] for name in table.columns)
     return any(
@@ -231,26 +231,38 @@ def is_mixed(table: Any) -> bool:
     )
 
 
-def _is_frame(table: Any) -> bool:
+def is_frame(table: Any) -> bool:
     return hasattr(table, "columns") and hasattr(table, "dtypes")
 
 
 def refuse_dates(table: Any, name: str) -> None:
     """Refuse dates and durations, which NumPy reads as numbers, in a DataFrame or an array."""
     dtypes = {name: getattr(table, "dtype", None)}
-    if _is_frame(table):
+    if is_frame(table):
         columns = zip(table.columns, table.dtypes, strict=True)
         dtypes = {f"{name}, column {str(column)!r}": dtype for column, dtype in columns}
     for where, dtype in dtypes.items():
         fits = getattr(dtype, "kind", None) not in ("m", "M")
-        require(fits, where, "numbers or text", f"dtype {dtype}: write dates as numbers")
+        require(fits, where, "no dates", f"dtype {dtype}: write dates as numbers")
 
 
 def refuse_cells(table: Any, name: str) -> None:
     """Refuse a DataFrame with a cell that is no finite number, and name this cell."""
-    if _is_frame(table):
+    if is_frame(table):
         columns = tuple(Column(str(column)) for column in table.columns)
         TableEncoding(columns).encode_frame(table, name)
+
+
+def frame_numbers(frame: Any, name: str) -> NDArray[np.float64]:
+    """Return a DataFrame of numbers and booleans as numbers (N, columns); name any other cell."""
+    cells, _ = frame_cells(frame)
+    for column, listed in cells.items():
+        for row, cell in enumerate(listed):
+            if not isinstance(cell, int | float):
+                got = A_MISSING if cell is None else repr(cell)
+                where = f"{name}, column {column!r}, row {row}"
+                raise InputError(f"{where}: expected a number, got {got}")
+    return np.array([*cells.values()], np.float64).T
 
 
 def frame_cells(frame: Any) -> tuple[dict[str, list[Cell]], list[str]]:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from otad.arguments import check_options
 from otad.checks import require
 from otad.data.dataset import encode_labels
-from otad.data.encoding import TableEncoding
+from otad.data.encoding import TableEncoding, frame_numbers, is_frame, refuse_dates
 from otad.errors import InputError
 
 MOST_BYTES = 2**33  # a DataLoader that gives more is refused, because it may never end
@@ -69,7 +69,10 @@ def like_inputs(module: nn.Module, values: ArrayLike, name: str) -> Tensor:
     A tensor is returned as it is."""
     if isinstance(values, Tensor):
         return values
+    refuse_dates(values, name)
     array = _array(values, name)
+    if array.dtype.kind == "O" and is_frame(values):
+        array = frame_numbers(values, name)
     require(array.dtype.kind in "biuf", name, "numbers", f"an array of {array.dtype}")
     like = _weight_of(module)
     wide = np.float64 if like.dtype == torch.float64 else np.float32
