@@ -160,7 +160,7 @@ class OTADClassifier(ClassifierMixin, OTADEstimator):  # type: ignore[misc]
     def certify(self, X: Any, *, unit: Any = None) -> Certificate:
         """Prove l2 radii (n,) within which no change of an input changes its label.
 
-        Labels in the certificate are positions in `classes_`.
+        Predictions in the certificate are positions in `classes_`; its methods take labels.
 
         Parameters
         ----------

@@ -3,6 +3,7 @@ one set of neighbors, one map. What cannot be certified is refused, with the rea
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -342,6 +343,10 @@ def test_certificate_counts_and_converts() -> None:
     one = Certificate(torch.tensor([0.5, 2.0, 3.0]), torch.tensor([1, 1, 0]), ("hull",) * 3, ())
     assert one.holds(torch.tensor([1, 0, 0]), 1.0).tolist() == [False, False, True]
     assert one.accuracy(torch.tensor([1, 1, 0]), 1.0) == pytest.approx(2 / 3)
+    named = replace(one, classes=("cat", "dog"))
+    assert named.accuracy(np.array(["dog", "dog", "cat"]), 1.0) == pytest.approx(2 / 3)
+    assert named.accuracy([1, 1, 0], 1.0) == pytest.approx(2 / 3)
+    refuses(one.accuracy, ["dog"] * 3, 1.0, match="y: expected class numbers, as the model has no")
     assert one.linf_radius(4).tolist() == [0.25, 1.0, 1.5]
     refuses(one.linf_radius, 0, match=r"n_mutable.*0")
     refuses(one.holds, torch.tensor([1]), 1.0, match=r"y.*\(3,\).*\(1,\)")

@@ -129,6 +129,13 @@ def test_estimators_are_evaluated_like_their_modules(fitted: Any) -> None:
             otad.certify(module, x, unit=torch.tensor(unit)),
         ]
         torch.testing.assert_close(radii[0].radius, radii[1].radius)
+        right = radii[1].holds(y, 0.01)
+        assert 0 < right.sum() < len(right)
+        for own in (labels, pandas.Series(labels), labels.tolist(), torch.tensor(labels)):
+            assert torch.equal(radii[0].holds(own, 0.01), right)
+        for own in (y.numpy(), pandas.Series(y.numpy()), labels.astype(str)):
+            assert torch.equal(radii[1].holds(own, 0.01), right)
+        refuses(radii[0].accuracy, y, 0.01, match="y: expected one of the labels 10, 20, 30, got ")
     else:
         ends = [otad.certify_values(estimator, loader, 0.1), otad.certify_values(module, x, 0.1)]
         torch.testing.assert_close(ends[0].low, ends[1].low)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from otad.checks import check_count, check_shape, require
+from otad.model.conversion import ArrayLike, class_numbers
 from otad.short_repr import counts_text, median_text
 
 
@@ -37,6 +41,8 @@ class Certificate:
     within_bounds : bool
         The threat: False for every change shorter than the radius, True only for those that keep
         the input within the bounds of the model. Never compare radii of both kinds.
+    classes : tuple
+        The labels of the estimator, or the names of the classes of the model if it has any.
 
     Examples
     --------
@@ -61,6 +67,7 @@ class Certificate:
     kind: str = "proved"
     norm: str = "l2"
     within_bounds: bool = False
+    classes: tuple[Any, ...] = ()
 
     def __len__(self) -> int:
         return len(self.radius)
@@ -70,13 +77,18 @@ class Certificate:
         radii += " within bounds" * self.within_bounds
         return f"Certificate({len(self)} inputs, {radii}; by rule {counts_text(self.rules)})"
 
-    def holds(self, y: Tensor, eps: float) -> Tensor:
-        """Return the rows (n,) whose prediction is `y` and cannot change within distance `eps`."""
-        check_shape(y, "y", tuple(self.prediction.shape), "like the predictions")
-        require(0 <= eps < math.inf, "eps", "a finite number of at least 0", eps)
-        return (self.prediction == y.to(self.prediction.device)) & (self.radius > eps)
+    def holds(self, y: ArrayLike, eps: float) -> Tensor:
+        """Return the rows (n,) whose prediction is `y` and cannot change within distance `eps`.
 
-    def accuracy(self, y: Tensor, eps: float) -> float:
+        For an estimator, y has labels like those it was fitted with. Otherwise y has class numbers,
+        or names of classes if the model has any."""
+        numbers = class_numbers(y, self.classes).astype(np.float64)
+        right = torch.from_numpy(numbers).to(self.prediction.device)
+        check_shape(right, "y", tuple(self.prediction.shape), "like the predictions")
+        require(0 <= eps < math.inf, "eps", "a finite number of at least 0", eps)
+        return (self.prediction == right) & (self.radius > eps)
+
+    def accuracy(self, y: ArrayLike, eps: float) -> float:
         """Return the certified accuracy: the fraction of rows for which `holds` is true."""
         return float(self.holds(y, eps).double().mean())
 

@@ -20,7 +20,14 @@ from otad.certify.network import BATCH, NAME, NetworkBound
 from otad.certify.rules import RULES, Batch, Rule
 from otad.checks import check_count, require
 from otad.errors import InputError
-from otad.model.conversion import ArrayLike, Converted, Estimator, converted, like_inputs
+from otad.model.conversion import (
+    ArrayLike,
+    Converted,
+    Estimator,
+    classes_of,
+    converted,
+    like_inputs,
+)
 from otad.model.otad import OTAD
 from otad.nets import Backbone, LinearHead
 from otad.nets.vit import TokenHead
@@ -132,7 +139,7 @@ def certify(
     >>> bool((certificate.radius >= 0).all())
     True
     """
-    given = converted(model, x)
+    given, classes = converted(model, x), classes_of(model)
     if isinstance(given.module, Backbone):
         stated = {"embedding_lipschitz": embedding_lipschitz, "metric_lipschitz": metric_lipschitz}
         for name, value in stated.items():
@@ -148,7 +155,8 @@ def certify(
     radii, predictions, chosen = (torch.cat(column) for column in zip(*found, strict=True))
     used = tuple(names[number] for number in chosen.tolist())
     assumed = _assumptions(rules, {*used})
-    return Certificate(radii, predictions, used, assumed, within_bounds=within_bounds)
+    about: dict[str, Any] = {"within_bounds": within_bounds, "classes": classes}
+    return Certificate(radii, predictions, used, assumed, **about)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ arguments by `converted`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -69,15 +70,32 @@ def like_inputs(module: nn.Module, values: ArrayLike, name: str) -> Tensor:
     A tensor is returned as it is."""
     if isinstance(values, Tensor):
         return values
-    refuse_dates(values, name)
-    array = _array(values, name)
-    if array.dtype.kind == "O" and is_frame(values):
-        array = frame_numbers(values, name)
-    require(array.dtype.kind in "biuf", name, "numbers", f"an array of {array.dtype}")
+    array = _numbers(values, name)
     like = _weight_of(module)
     wide = np.float64 if like.dtype == torch.float64 else np.float32
     with np.errstate(over="ignore"):  # infinite numbers are refused where inputs are checked
         return torch.from_numpy(array.astype(wide)).to(like)
+
+
+def classes_of(model: nn.Module | Estimator) -> tuple[Any, ...]:
+    """Return the labels of an estimator, or the names of the classes of a module if it has any."""
+    if isinstance(model, nn.Module):
+        return tuple(map(str, _notes(model).get("classes") or ()))
+    return tuple(np.asarray(getattr(model, "classes_", ())).tolist())
+
+
+def class_numbers(y: ArrayLike, classes: Sequence[Any]) -> NDArray[Any]:
+    """Return targets (n,) as numbers: labels become their positions in `classes`.
+
+    Numbers are unchanged if the classes have names, or are not known."""
+    array = _array(y.detach().cpu() if isinstance(y, Tensor) else y, "y")
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.dtype.kind not in "OUT" and all(isinstance(name, str) for name in classes):
+        return _numbers(array, "y")
+    expected = "class numbers, as the model has no names of classes"
+    require(len(classes) > 0, "y", expected, f"an array of {array.dtype}")
+    return encode_labels(array.tolist(), classes, "y").numpy()
 
 
 def _inputs(module: nn.Module, x: Any) -> Tensor:
@@ -94,18 +112,20 @@ def _inputs(module: nn.Module, x: Any) -> Tensor:
 def _targets(module: nn.Module, y: Any) -> Tensor:
     if isinstance(y, Tensor):
         return y
-    array = _array(y, "y")
-    if array.ndim == 2 and array.shape[1] == 1:
-        array = array[:, 0]
-    if array.dtype.kind in "OUT":
-        classes = _notes(module).get("classes", ())
-        expected = "class numbers, as the model has no names of classes"
-        require(len(classes) > 0, "y", expected, f"an array of {array.dtype}")
-        return encode_labels(array.tolist(), classes, "y").to(_weight_of(module).device)
+    array = class_numbers(y, classes_of(module))
     values = like_inputs(module, array, "y")
     is_value = getattr(getattr(module, "backbone", module), "task", None) == "regression"
     is_number = array.dtype.kind == "f" or is_value
     return values if is_number else torch.from_numpy(array.astype(np.int64)).to(values.device)
+
+
+def _numbers(values: Any, name: str) -> NDArray[Any]:
+    refuse_dates(values, name)
+    array = _array(values, name)
+    if array.dtype.kind == "O" and is_frame(values):
+        array = frame_numbers(values, name)
+    require(array.dtype.kind in "biuf", name, "numbers", f"an array of {array.dtype}")
+    return array
 
 
 def _array(values: Any, name: str) -> NDArray[Any]:
