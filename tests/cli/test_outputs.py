@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,16 @@ def test_a_dash_is_standard_output_and_reports_go_to_stderr(nearest: Path) -> No
         assert message.startswith("out: expected")
     assert not list(Path().iterdir())
     assert "out: expected a folder" in terminal.refuse("train", "digits", "--out", "-")
+
+
+def test_a_reader_that_leaves_ends_a_command_in_silence(nearest: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "otad", "predict", nearest, "test", "--out", "-"]
+    found = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert found.returncode == 1
+    assert "pipe" not in found.stderr.lower()
 
 
 def test_records_are_printed_as_json(nearest: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 from functools import cache
 from importlib import import_module, metadata
 from typing import Annotated, Any
@@ -63,7 +64,11 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # a closed pipe is noticed here, not when Python ends
+            return result
+        except BrokenPipeError:  # whoever read the output has enough: typer ends in silence
+            raise
         except (OtadError, OSError, UnicodeError) as error:  # a name may be no text
             reason, status = str(error), 2
         except (MemoryError, RuntimeError) as error:
