@@ -113,9 +113,18 @@ def test_a_net_without_a_defense_is_attacked_and_evaluated(workshop: Path, digit
     assert "bank" in terminal.refuse(
         "attack", workshop / "digits-net", "test", *options, "--attack", "straight"
     )
-    net_file = workshop / "digits-net" / "training.json"
+    Path("link.html").symlink_to(workshop / "digits-net" / "training.json")
     assert "overwrite" in terminal.refuse(
-        "report", "evaluation", "--model", workshop / "digits-net", "--out", net_file, "--force"
+        "report", "evaluation", "--model", workshop / "digits-net", "--out", "link.html", "--force"
+    )
+    assert "out: expected a name that ends in .html or .md, got again" in terminal.refuse(
+        "report", "evaluation", "--out", "again"
+    )
+    expected = "expected evaluation.json of `otad evaluate`, or its folder, got"
+    assert f"none: {expected} no such file or folder" in terminal.refuse("report", "none")
+    Path("empty").mkdir()
+    assert f"empty: {expected} a folder without evaluation.json" in terminal.refuse(
+        "report", "empty"
     )
 
 

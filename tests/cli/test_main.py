@@ -150,7 +150,7 @@ STARTS = {
         ("defend", "--climb 0.2,x", "climb: .*'0.2,x'"),
         ("defend", "--neighbors 5000", "n_neighbors: .*160"),
         ("defend", "--smoothness 0", "smoothness: "),
-        ("defend", "--neighbors 150", "n_neighbors: .*128, got 150 .* s a query.*OTAD_MOST_NEIGHB"),
+        ("defend", "--neighbors 150", "n_neighbors: .*128, got 150: .* s a query.*OTAD_MOST"),
         ("defend", "--scope global --spares 2", "scope: .*'local'.*spares.*'global'"),
         ("defend", "--scope global --smoothness 0.01", "160 points"),
         ("defend", "--bank-dtype int8", "bank_dtype: .*float32, float16, bfloat16"),

@@ -239,6 +239,17 @@ def test_the_weights_are_those_of_the_trace(
     assert "weight" in result.stdout
 
 
+@pytest.mark.filterwarnings("ignore:defense")
+def test_training_images_that_the_model_does_not_have_are_not_drawn(digits: Dataset) -> None:
+    layers = torch.nn.Linear(64, 9), torch.nn.ReLU(), torch.nn.Linear(9, 10)
+    net = torch.nn.Sequential(torch.nn.Flatten(), *layers)
+    otad.defend(net, digits.train_x, digits.train_y, inputs="features").save("model")
+    np.savez("new.npz", x=digits.test_x[:1].numpy())
+    message = terminal.refuse("explain", "model", "new.npz", "--out", "why.png")
+    assert "out: expected a .json file, as the model does not have its training images" in message
+    terminal.succeed("explain", "model", "new.npz", "--out", "why.json")
+
+
 def test_files_of_images_are_named() -> None:
     for number in range(12):
         for label in ("bright", "dark"):

@@ -69,6 +69,13 @@ def is_refused(answer: Any) -> bool:
     return True
 
 
+def test_the_number_of_rows_has_to_be_stated(client: TestClient) -> None:
+    answer = client.post(PATH, json=changed(("inputs", 0, "shape", 0), -1))
+    expected = "shape: expected [-1, 5] with the number of rows for -1, got [-1, 5]"
+    assert is_refused(answer)
+    assert expected in answer.json()["error"]
+
+
 def test_changed_requests(client: TestClient) -> None:
     """Every value of a request is removed, or replaced by values of every kind."""
     drawn = random.Random(0)

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
+from otad.attacks.adaptive.neighborhood import knows_inputs
 from otad.checks import require
 from otad.cip import Status
 from otad.cli import options as opt
@@ -179,6 +180,8 @@ def explain(
         known["names"] = [rows.names[row]]
     known["feature_names"] = model.notes.get("feature_names")
     known["train_x"] = None if out is None else training_inputs(model, data_dir, input)
+    drawn = kind == ".json" or knows_inputs(model, known["train_x"])
+    require(drawn, "out", "a .json file, as the model does not have its training images", out)
     (explanation,) = explain_inputs(model, x, **known)
     if out == STDOUT:
         typer.echo(json.dumps(explanation.to_dict(inputs=True), allow_nan=False))

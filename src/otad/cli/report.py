@@ -20,6 +20,7 @@ from otad.evaluate.records import Evaluation
 from otad.io.tensor_files import fingerprint, read_tensors
 from otad.report.evaluation_report import evaluation_report
 
+PAGES = (".html", ".md")
 RECORD, FOUND = "evaluation.json", "adversarial.safetensors"
 
 
@@ -30,7 +31,7 @@ def report(
     out: Annotated[
         Path | None,
         opt.option(
-            "HTML file, or Markdown file if it ends in .md; - is stdout.",
+            "File that ends in .html, or in .md for Markdown; - is stdout.",
             show_default="report.html beside the record",
             dir_okay=False,
         ),
@@ -58,7 +59,11 @@ def report(
     Example: otad report evaluation --model digits-model --force
     """
     path = record / RECORD if record.is_dir() else record
+    absent = f"a folder without {RECORD}" if record.is_dir() else "no such file or folder"
+    require(path.is_file(), str(record), f"{RECORD} of `otad evaluate`, or its folder", absent)
     place = path.parent / "report.html" if out is None else out
+    named = place == STDOUT or place.suffix in PAGES
+    require(named, "out", f"a name that ends in {' or '.join(PAGES)}", place)
     check_out(place, force, as_json)
     refuse_overwriting(place, path, path.parent / FOUND)
     evaluation = Evaluation.read(path)

@@ -109,7 +109,7 @@ def check_settings(
         local.check_sizes(n_neighbors, dim)
         spares = local.spares
     searched = check_count(n_neighbors, "n_neighbors") + spares
-    asked = f"{n_neighbors} and {spares} spares"
+    asked = f"{n_neighbors}" + (f" and {spares} spares" if spares else "")
     expected = f"at most the {points} points of the bank"
     require(searched <= points, "n_neighbors", expected, asked)
     most = most_neighbors()

@@ -124,8 +124,9 @@ def _shape(given: Any, tensor: Tensor, where: str) -> tuple[int, ...]:
     column = tensor.shape == (-1, 1) and len(given) == 1  # a column may be a vector
     pairs = zip(given, tensor.shape, strict=False)
     fits = len(given) == len(tensor.shape) or column
-    fits = fits and all(size == known or (known < 0 < size) for size, known in pairs)
-    require(fits, f"{where}, shape", f"{list(tensor.shape)}, -1 for rows", repr(given[:MOST_AXES]))
+    fits = fits and all(size > 0 and known in (size, -1) for size, known in pairs)
+    expected = f"{list(tensor.shape)} with the number of rows for -1"
+    require(fits, f"{where}, shape", expected, repr(given[:MOST_AXES]))
     return tuple(given)
 
 
