@@ -51,6 +51,14 @@ def plain(table) -> str:
     return console.file.getvalue()
 
 
+def test_names_are_those_of_the_model() -> None:
+    model, _ = table_model()
+    model.notes |= {"classes": ["dry", "sweet"], "feature_names": NAMES}
+    named = explain(model, QUERIES, classes=["dry", "sweet"], feature_names=NAMES)
+    assert [one.to_dict() for one in explain(model, QUERIES)] == [one.to_dict() for one in named]
+    assert named[0].prediction in ("dry", "sweet")
+
+
 def test_numbers_are_those_of_the_trace() -> None:
     model, train_x = table_model(smoothness=1.2)
     found = explain(model, QUERIES, classes=np.array(["dry", "sweet"]), feature_names=NAMES)

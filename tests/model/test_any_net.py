@@ -238,6 +238,17 @@ class Mean(TwoHeads):
         return sum(super().forward(x)) / 2
 
 
+class FeaturesFirst(nn.Sequential):
+    """Returns its features, and then the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 5), nn.Linear(5, 3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self[1](self[0](x))
+        return features, self[2](features)
+
+
 class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -258,6 +269,7 @@ class Tokens(nn.Module):
         (nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), 0.5, "net: .*one output.*int64.*got 3"),
         (nn.LSTM(8, 3), 0, "net: expected"),
         (Scores(), 0, r"net: .*\.logits, got a mapping of loss, scores"),
+        (FeaturesFirst(), 0, r"net: .*\.logits, got a tuple of tensors \(32, 5\), \(32, 3\)"),
         (Mean(), 0, "net: .*in their order"),
     ],
 )

@@ -175,10 +175,9 @@ def explain(
     require(drawn, "out", "a .json file, as only images can be drawn", out)
     rows = open_inputs(model, input, data_dir)
     x = rows.row(row).to(device)
-    known: dict[str, Any] = {"classes": model.notes.get("classes") or None}
+    known: dict[str, Any] = {}
     if rows.names[row] != str(row):  # the name of a file
         known["names"] = [rows.names[row]]
-    known["feature_names"] = model.notes.get("feature_names")
     known["train_x"] = None if out is None else training_inputs(model, data_dir, input)
     drawn = kind == ".json" or knows_inputs(model, known["train_x"])
     require(drawn, "out", "a .json file, as the model does not have its training images", out)

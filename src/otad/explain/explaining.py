@@ -18,7 +18,7 @@ from otad.explain.contributions import lead, outputs_alone
 from otad.explain.explanation import Explanation
 from otad.explain.neighbor import Label, Neighbor, finite
 from otad.io.mapped_rows import gathered
-from otad.model.conversion import ArrayLike, Estimator, converted, like_inputs
+from otad.model.conversion import ArrayLike, Estimator, classes_of, converted, like_inputs
 from otad.model.otad import OTAD
 from otad.model.training_inputs import check_training_inputs
 from otad.nets import Backbone, only_normalizes
@@ -46,9 +46,9 @@ def explain(
     x : Tensor, array, DataFrame or DataLoader (n, *input_shape)
         Inputs.
     classes : sequence, optional
-        The names of the C classes. If None, their numbers, or the classes of the estimator.
+        The names of the C classes. If None, those of the model or the estimator, or numbers.
     feature_names : sequence of str, optional
-        The names of the d features of a vector.
+        The names of the d features of a vector. If None, those of the model.
     train_x : Tensor or array (N, *input_shape), optional
         The training inputs of the bank. They are needed to show training points only if the network
         does more than normalize and flatten its inputs.
@@ -75,14 +75,12 @@ def explain(
     solved with smoothness ...
     ...
     """
-    if not isinstance(model, OTAD):
-        classes = getattr(model, "classes_", None) if classes is None else classes
-        noted = getattr(model, "module_", None)
-        known_columns = None if noted is None else noted.notes.get("feature_names")
-        feature_names = known_columns if feature_names is None else feature_names
+    classes = classes_of(model) or None if classes is None else classes
     model, x, _ = converted(model, x)
     if not isinstance(model, OTAD):
         raise InputError(f"model: expected an OTAD model, got {type(model).__name__}")
+    if feature_names is None:
+        feature_names = model.notes.get("feature_names")
     backbone, labels = model.backbone, _class_labels(model.backbone, classes)
     columns = None if feature_names is None else tuple(map(str, feature_names))
     fits = columns is None or (len(columns),) == backbone.input_shape

@@ -218,7 +218,8 @@ class Explorer:
         times = torch.linspace(0, reach, STEPS).to(x) if bool((end != x).any()) else x.new_zeros(1)
         path = line_to(model, x, end, times)
         with torch.no_grad():
-            answers, keys = explain(model, path), model.query_keys(path)
+            numbers = range(model.backbone.n_outputs)  # the page knows their names
+            answers, keys = explain(model, path, classes=numbers), model.query_keys(path)
             alone, from_bank = model.backbone(path), model.distance(path)
         distance = L2(1.0, scale=self.unit).distance(path, x.expand_as(path))
         columns = self._columns(answers, end - x)

@@ -20,6 +20,7 @@ from otad.nets.layer_json import JsonModule, describe, restore
 ALIKE = 1e-3  # equal outputs differ by less than this share of the largest, because of rounding
 PROBED = 16  # outputs by which a network is recognized
 _running = threading.local()  # the layer whose inputs this thread collects, and these inputs
+OUTPUTS = "outputs (B,C), or an object with .logits"
 _WRAPPERS = (nn.DataParallel, DistributedDataParallel)
 
 
@@ -175,11 +176,14 @@ def outputs_of(result: Any) -> Tensor:
         result = result.get("logits", result)
     result = getattr(result, "logits", result)
     if isinstance(result, (tuple, list)) and result:
+        shapes = [tuple(one.shape) for one in result if isinstance(one, Tensor) and one.dim() == 2]
+        several = f"a tuple of tensors {', '.join(map(str, shapes))}, of which each may be meant"
+        require(len({*shapes}) < 2, "net", OUTPUTS, several)
         result = result[0]
     if not isinstance(result, Tensor) or result.dim() == 0:
         got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         got = f"a mapping of {', '.join(map(str, result))}" if isinstance(result, Mapping) else got
-        raise InputError(f"net: expected outputs (B,C), or an object with .logits, got {got}")
+        raise InputError(f"net: expected {OUTPUTS}, got {got}")
     return result
 
 

@@ -170,9 +170,7 @@ class ServedModel:
 
     def explain(self, x: Tensor) -> list[dict[str, Any]]:
         """Return the explanations of inputs (B, *input_shape) in plain JSON."""
-        names, classes = (self.model.notes.get(one) for one in ("feature_names", "classes"))
-        found = explain(self.model, x, classes=classes or None, feature_names=names)
-        return [explanation.to_dict() for explanation in found]
+        return [explanation.to_dict() for explanation in explain(self.model, x)]
 
 
 def _cells(values: Array) -> list[Any]:
