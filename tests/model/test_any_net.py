@@ -22,6 +22,24 @@ from otad.nets.features import find_head
 EVERY = pytest.mark.parametrize("name", NETS)
 
 
+def test_labels_that_the_network_does_not_give_cause_a_warning() -> None:
+    """Classes that are counted from 1, for example."""
+    x = torch.rand(80, 4, generator=torch.Generator().manual_seed(0))
+    net = nn.Sequential(nn.Linear(4, 4))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.eye(4))
+        net[0].bias.zero_()
+    labels = x.argmax(1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        otad.defend(net, x, labels)
+        assert not [one for one in said if "less than by chance" in str(one.message)]
+        otad.defend(net, x, (labels + 1) % 4)
+    (found,) = [one for one in said if "less than by chance" in str(one.message)]
+    assert str(found.message).startswith("y: the network gives the labels of 0.0% of 80 ")
+    assert found.filename == __file__
+
+
 def defended(name: str, **options: object) -> OTAD:
     x, y = data(name)
     return otad.defend(make(name), x, y, **({"n_neighbors": 4} | options))

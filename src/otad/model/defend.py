@@ -32,6 +32,7 @@ from otad.progress import Counter
 Bounds = tuple[float, float]
 INPUTS = ("auto", "features", "pixels")
 SAMPLE = 32  # inputs by which the head of a network is found
+COMPARED = 1000  # training points whose labels are compared with the answers of a network
 ONE_LIPSCHITZ = 2.0  # the smoothness at which a lifted map is 1-Lipschitz
 STEEP = 1e4  # a global map with a larger L certifies next to nothing
 
@@ -166,6 +167,8 @@ def defend(
             path=bank_path,
             progress=progress,
         )
+        if not isinstance(net, Backbone):
+            _warn_of_other_labels(backbone, bank)
     keys = None
     if metric is not None:
         with torch.no_grad():
@@ -207,6 +210,20 @@ def _adapted(
     task = _task(x, y)
     rows = spread_rows(len(x), SAMPLE)
     return adapted(net, x[rows.to(x.device)], inputs=inputs, task=task, bounds=bounds)
+
+
+@torch.no_grad()
+def _warn_of_other_labels(backbone: Backbone, bank: FeatureBank) -> None:
+    """Warn if the network gives the labels of far fewer points than by chance."""
+    rows = spread_rows(len(bank), COMPARED)
+    if backbone.task == "regression" or len(rows) < 20 * backbone.n_outputs:
+        return
+    predictions = backbone.head(bank.features[rows].to(backbone.mean)).argmax(1)
+    share = float((predictions.cpu() == bank.labels[rows].cpu()).double().mean())
+    if share < 0.5 / backbone.n_outputs:
+        says = f"the network gives the labels of {share:.1%} of {len(rows)} training points"
+        wrong = "less than by chance: are its classes numbered as in y?"
+        warnings.warn(f"y: {says}, {wrong}", stacklevel=6)
 
 
 @torch.no_grad()
