@@ -96,6 +96,12 @@ def test_records_do_not_depend_on_the_workers(executor: Executor, record: Evalua
     assert lines[-1][0] == lines[-1][1]
 
 
+def test_all_checks_can_be_sent_to_processes() -> None:
+    """By the plain pickler, which is that of an executor given as a number."""
+    for one in flags.CHECKS:
+        assert unpack(pack(one)) is one
+
+
 def test_predictions_and_certificates_do_not_depend_on_the_workers(executor: Executor) -> None:
     model, x, _ = two_sides()
     how: dict[str, Any] = {"batch_size": 7, "executor": executor}

@@ -253,9 +253,10 @@ def white_box_is_strongest(context: FlagContext) -> tuple[bool, str]:
     return worst <= ALLOWED_SHARE * len(context.x), found
 
 
-def _never_weaker(what: str, unit: str, factors: Sequence[float], soft: bool) -> Check:
+def _never_weaker(called: str, what: str, unit: str, factors: Sequence[float], soft: bool) -> Check:
     """Stronger variants of PGD (and the `soft` k-NN attack) must not break clearly fewer rows.
-    `unit`: what the `factors` multiply, which is the steps, one restart or the eps."""
+    `unit`: what the `factors` multiply, which is the steps, one restart or the eps. `called`: the
+    name of the check in this module, by which other processes find it."""
     name = f"more {what} the defense"
 
     def never_weaker(context: FlagContext) -> tuple[bool, str]:
@@ -292,6 +293,7 @@ def _never_weaker(what: str, unit: str, factors: Sequence[float], soft: bool) ->
         measure = "mean error" if context.is_regression else f"broken of {len(x)} examples"
         return is_well, f"{measure}, " + "; ".join(reported)
 
+    never_weaker.__qualname__ = called
     return check(
         name,
         "A stronger attacker can do everything that a weaker one can. An attack that breaks fewer "
@@ -300,9 +302,11 @@ def _never_weaker(what: str, unit: str, factors: Sequence[float], soft: bool) ->
     )(never_weaker)
 
 
-more_steps = _never_weaker("steps never help", "steps", (0.5, 1, 2), soft=True)
-more_restarts = _never_weaker("restarts never help", "restarts", (1, 4), soft=False)
-more_eps = _never_weaker("eps never helps", "times eps", (0.5, 1.0, 2.0), soft=True)
+more_steps = _never_weaker("more_steps", "steps never help", "steps", (0.5, 1, 2), soft=True)
+more_restarts = _never_weaker(
+    "more_restarts", "restarts never help", "restarts", (1, 4), soft=False
+)
+more_eps = _never_weaker("more_eps", "eps never helps", "times eps", (0.5, 1.0, 2.0), soft=True)
 
 
 @check(
