@@ -80,13 +80,13 @@ class Wander(Attack):
     """A random step, so that the seed matters; stops for good after `limit` batches."""
 
     name, family = "wander", "random"
-    limit: ClassVar[int | None] = None
+    limit: ClassVar[list[int]] = []  # how many batches are left, if there is a limit
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        if Wander.limit is not None:
-            if Wander.limit == 0:
+        if Wander.limit:
+            if Wander.limit == [0]:
                 raise KeyboardInterrupt
-            Wander.limit -= 1
+            Wander.limit[0] -= 1
         return ball.surface(x, generator)
 
 

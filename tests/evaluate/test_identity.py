@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evaluate.small import plane_data, two_sides
+from evaluate.small import Plane, Walk, plane_data, two_sides
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -34,7 +34,8 @@ class Net(nn.Module):
         self.scale = {scale}
 
     def forward(self, x):  # {text}
-        score = x @ self.weight * self.scale
+        "{text}"
+        score = x @ self.weight * self.scale * {factor}
         return torch.stack([-score, score], 1)
 
 
@@ -46,9 +47,19 @@ class Step(Attack):
         self._length = {length}
 
     def run(self, target, x, ball, generator):  # {text}
-        return x + self._length
+        "{text}"
+        return {sign} * (x + self._length)
 """
-FACTS = {"text": "Once.", "version": 1, "attack_version": 1, "weight": 1, "scale": 1, "length": 0.1}
+FACTS = {
+    "text": "Once.",
+    "factor": 1.0,
+    "sign": 1,
+    "version": 1,
+    "attack_version": 1,
+    "weight": 1,
+    "scale": 1,
+    "length": 0.1,
+}
 
 
 def names_of_batches(folder: Path, shift: float = 0.0, **changes: Any) -> set[str]:
@@ -65,9 +76,29 @@ def test_an_edited_comment_keeps_the_names_and_all_that_counts_changes_them(tmp_
     assert names_of_batches(tmp_path)
     assert names_of_batches(tmp_path, text="Said in other words.") == set()
     counts = {"version": 2, "attack_version": 2, "weight": 1.5, "scale": 2.0, "length": 0.2}
+    counts |= {"factor": 2.0, "sign": -1}
     for change in [{name: value} for name, value in counts.items()] + [{"shift": 0.01}]:
         assert names_of_batches(tmp_path, **change), change
         assert names_of_batches(tmp_path, **change) == set(), change
+
+
+def test_hooks_count(tmp_path: Path) -> None:
+    """A hook that cannot be described keeps batches from being saved."""
+    x, y = plane_data()
+    model = Plane().eval()
+    run_attacks(model, x, y, L2(0.4), [Walk()], folder=tmp_path)
+    saved = len([*tmp_path.glob("parts/*")])
+    assert saved > 0
+    model.register_forward_pre_hook(lambda module, given: (3 * given[0],))
+    with pytest.warns(UserWarning, match="hook"):
+        run_attacks(model, x, y, L2(0.4), [Walk()], folder=tmp_path)
+    model.register_forward_hook(doubled)
+    assert Identity().model(Plane().eval())["fingerprint"] != Identity().model(model)["fingerprint"]
+    assert len([*tmp_path.glob("parts/*")]) == saved
+
+
+def doubled(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return 2 * output
 
 
 class Holder(nn.Module):

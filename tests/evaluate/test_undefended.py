@@ -80,10 +80,10 @@ def test_a_run_killed_on_the_network_or_after_it_resumes(
     model, x, y = two_sides(points=60, examples=20)
     given = {"attacks": [Wander(), Walk((1.0, 0.0))], "flags": False, "batch_size": 7}
     whole = evaluate(model, x, y, L2(0.2), **given)
-    monkeypatch.setattr(Wander, "limit", batches)  # three of the network, three of the model
+    monkeypatch.setattr(Wander, "limit", [batches])  # three of the network, three of the model
     with pytest.raises(KeyboardInterrupt):
         evaluate(model, x, y, L2(0.2), folder=tmp_path, **given)
-    monkeypatch.setattr(Wander, "limit", 6 - batches)
+    monkeypatch.setattr(Wander, "limit", [6 - batches])
     again = evaluate(model, x, y, L2(0.2), folder=tmp_path, **given)
     assert timeless(again) == timeless(whole)
 

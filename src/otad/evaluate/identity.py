@@ -1,6 +1,7 @@
 """What a finished batch of an attack depends on: tensors by their contents, settings by value, and
-code by the `version` that a class declares (1 by default). Raise it when you change what a model or
-an attack computes. Batches are not saved where an attribute has no plain description (a lambda)."""
+code by the `version` that a class declares (1 by default). Of a user's own classes and functions
+the code counts too, but not that of what they call: raise `version` when you change it. Batches are
+not saved where an attribute or a hook has no plain description (a lambda)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from types import MethodType, ModuleType
+from types import CodeType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,14 @@ from otad.training.checkpoint import stable_repr
 NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
 _KINDS = {Backbone: NET, OTAD: DEFENDED, MajorityKnn: MAJORITY, MeanFeatureKnn: MEAN_FEATURE}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_NO_CODE = ("__doc__", "__firstlineno__", "__module__")  # of what a class holds
+_NOT_OF_USERS = (
+    "otad",
+    "torch",
+    "builtins",
+    "abc",
+    "typing",
+)  # packages with versions of their own
 
 
 def kind_of(model: nn.Module) -> str:
@@ -59,10 +68,12 @@ class Identity:
         state = model.state_dict() | dict(model.named_buffers())  # also those that are not saved
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         self._within.append(model)
-        modules = {
-            name: [type(part).__qualname__, version_of(part), self._attributes(part, where, name)]
-            for name, part in model.named_modules()
-        }
+        modules: dict[str, list[Any]] = {}
+        for name, part in model.named_modules():
+            attributes = self._attributes(part, where, name)
+            modules[name] = [type(part).__qualname__, version_of(part), attributes]
+            hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
+            modules[name] += [self._plain(hook, f"{where}.hook") for hook in hooks]
         self._within.pop()
         return card | {"fingerprint": fingerprint_of(tensors, note=digest_of([card, modules]))}
 
@@ -126,13 +137,43 @@ class Identity:
         owner = getattr(value, "__self__", None)  # that of a built-in function: its module or class
         is_static = owner is None or isinstance(owner, (type, ModuleType))
         if callable(value) and "<" not in name and is_static:
-            return f"{value.__module__}.{name}"
+            return f"{value.__module__}.{name}{_code_of(value)}"
         self.unknown.append(f"{where} ({type(value).__name__})")
         return stable_repr(value)
 
 
-def version_of(thing: object) -> int:
-    return int(getattr(type(thing), "version", 1))
+def version_of(thing: object) -> str:
+    """Return the version that a class declares and, if it is a user's own, a digest of its code."""
+    kinds = (kind for kind in type(thing).__mro__ if _is_of_user(kind))
+    held = [one for kind in kinds for one in vars(kind).items() if one[0] not in _NO_CODE]
+    codes = [f"{key}{_code_of(value)}" for key, value in held]
+    return f"{getattr(type(thing), 'version', 1)}" + (f" {digest_of(codes)}" if codes else "")
+
+
+def _is_of_user(thing: Any) -> bool:
+    return (thing.__module__ or "").partition(".")[0] not in _NOT_OF_USERS
+
+
+def _code_of(value: Any) -> str:
+    """Return a digest of a user's function, or a plain value itself. Others count by name."""
+    value = getattr(value, "fget", value)  # of a property
+    value = getattr(value, "__func__", value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return f" {value!r}"
+    code = getattr(value, "__code__", None)
+    if code is None or not _is_of_user(value):
+        return ""
+    return f" {digest_of(_plain_code(code, value.__doc__))}"
+
+
+def _plain_code(code: CodeType, text: str | None = None) -> list[Any]:
+    """Return what counts of the code of a function with a docstring `text`, which does not."""
+    constants = [
+        _plain_code(one) if isinstance(one, CodeType) else repr(one)
+        for one in code.co_consts
+        if text is None or one != text
+    ]
+    return [code.co_code.hex(), code.co_names, code.co_varnames, constants]
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
