@@ -149,6 +149,8 @@ def test_gradient_of_a_loss_and_its_absence() -> None:
 def test_gain_of() -> None:
     logits = torch.tensor([[3.0, 1.0, 2.5], [0.0, 0.0, -1.0], [math.nan, 1.0, 2.0]])
     assert gain_of(logits, torch.tensor([0, 1, 1])).tolist() == [-0.5, 0.0, math.inf]
+    endless = torch.tensor([[math.inf, math.inf], [math.inf, 0.0], [0.0, math.inf]])
+    assert gain_of(endless, torch.tensor([0, 0, 0])).tolist() == [0.0, -math.inf, math.inf]
     values = torch.tensor([1.0, -3.0, math.nan])
     assert gain_of(values, torch.tensor([2.0, 1.0, 0.0])).tolist() == [1.0, 4.0, math.inf]
 

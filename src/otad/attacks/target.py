@@ -55,9 +55,13 @@ def margin(logits: Tensor, y: Tensor) -> Tensor:
 def gain_of(outputs: Tensor, y: Tensor) -> Tensor:
     """Return how far an attack has come (B,): the margin, or in regression the error |f - y|.
 
-    It is infinite where the model abstains (NaN), because an abstention is not a correct answer."""
-    found = (outputs - y).abs() if y.is_floating_point() else margin(outputs, y)
-    return found.masked_fill(found.isnan(), math.inf)
+    It is infinite where the model abstains (NaN), because an abstention is not a correct answer,
+    and 0 between two infinite logits."""
+    if y.is_floating_point():
+        found = (outputs - y).abs()
+        return found.masked_fill(found.isnan(), math.inf)
+    silent = outputs.isnan().any(1)
+    return margin(outputs, y).nan_to_num(0.0, math.inf, -math.inf).masked_fill(silent, math.inf)
 
 
 class Evaluated(NamedTuple):
