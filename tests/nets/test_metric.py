@@ -11,6 +11,7 @@ import torch
 from factories import refuses
 from torch import Tensor, nn
 
+from otad.certify.input_reach import KEY_ROUNDOFFS
 from otad.errors import MissingExtraError
 from otad.nets.base import Metric, build_metric
 from otad.nets.lipschitz import SHIFTED, LipschitzMetric, OrthogonalLinear, fold, max_min, shift
@@ -194,6 +195,21 @@ def _lipschitz(seed: int, **options) -> LipschitzMetric:
     return metric
 
 
+@pytest.mark.parametrize("bias", [0.0, 1e4])
+def test_rounding_of_keys_is_within_what_is_stated(bias: float) -> None:
+    """Biases that cancel leave short keys, but not their rounding errors."""
+    metric = LipschitzMetric((1, 8, 8), widths=(4, 8), depth=1, key_dim=16, std=0.5).eval()
+    with torch.no_grad():
+        metric.stages[0].first.bias.fill_(bias)
+        metric.projection.bias.sub_(metric(torch.zeros(1, 1, 8, 8))[0])
+        x = torch.rand(100, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+        keys, exact = metric(x), copy.deepcopy(metric).double()(x.double())
+    error = (keys - exact).norm(dim=1)
+    size = metric.lipschitz * x.double().flatten(1).norm(dim=1) + metric.offset
+    assert float((error / size).max()) < KEY_ROUNDOFFS / 16 * torch.finfo(torch.float32).eps
+    assert metric.offset >= bias
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_jacobian_of_the_lipschitz_net_exceeds_its_constant(seed: int) -> None:
     metric = _lipschitz(seed, std=0.25).double().eval()
@@ -290,3 +306,10 @@ def test_efficientnet_is_a_metric_that_describes_itself(generator: torch.Generat
     assert keys.shape == (2, 1280)
     assert torch.equal(again.eval()(x), keys)
     assert torch.allclose(keys.norm(dim=1), torch.ones(2))
+
+
+def test_the_constant_of_plain_pixels_is_that_of_the_stored_std() -> None:
+    metric = PretrainedMetric(nn.Flatten(), input_shape=(2,), key_norm="free", std=0.224561408)
+    for dtype in (torch.float32, torch.bfloat16):
+        least = float(metric.to(dtype).std.double().min())
+        assert 1 / least < metric.lipschitz < (1 + 1e-8) / least

@@ -19,6 +19,7 @@ from otad.certify.input_reach import InputReach
 from otad.checks import require
 from otad.cip import Status
 from otad.model.otad import OTAD
+from otad.nets import LipschitzMetric
 
 RULES: dict[str, type[Rule]] = {}
 SLACK = 1e-12  # relative, for distances computed in float64
@@ -45,6 +46,8 @@ class Batch:
             center = getattr(model.metric, "mean", model.backbone.mean)
             own = (x.double() - center.double()).flatten(1) / reach.longest_unit
             size = reach.keys.size_of(self.keys, x) + own.norm(dim=1)
+            if isinstance(model.metric, LipschitzMetric):
+                size += model.metric.offset / float(self.stretch.max())
             self.sides.append((reach.keys.slip, size))
         trace = model.trace(x)
         self.answered = torch.full_like(trace.distance, torch.inf)  # |u| (B,) without abstentions

@@ -3,6 +3,7 @@ farther apart than inputs / std."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Iterator
@@ -118,6 +119,20 @@ class LipschitzMetric(Metric):
         matrices = [part for part in self.modules() if isinstance(part, OrthogonalLinear)]
         stretch = math.prod(matrix.norm_bound() for matrix in matrices)
         return stretch / float(self.std.double().min())
+
+    @property
+    def offset(self) -> float:
+        """The length of the largest hidden value for the mean input, which biases can make long.
+
+        Those for other inputs differ from it by no more than the normalized inputs do. Rounding
+        errors are relative to them."""
+        exact, lengths = copy.deepcopy(self).double().eval(), []
+        for part in exact.modules():
+            if isinstance(part, OrthogonalLinear):
+                part.register_forward_hook(lambda *given: lengths.append(float(given[2].norm())))
+        with torch.no_grad():
+            exact.projection(exact.features(exact.mean.new_zeros(1, *self.input_shape)))
+        return max(lengths)
 
 
 class OrthogonalLinear(nn.Linear):
