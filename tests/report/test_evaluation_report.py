@@ -288,6 +288,8 @@ def test_without_attacks_nothing_is_called_robust() -> None:
         assert words in text
     assert "solver" not in [it.slug for it in report.sections]
     assert "not attacked" in report.markdown()
+    proved = replace(by_hand(), flags=(Flag(CERTIFICATE_CHECK, "PASS", "", "", ""),))
+    assert "The strength of the attacks was not checked, so" in evaluation_report(proved).html()
 
 
 def test_regression_reports_errors_and_bounds() -> None:

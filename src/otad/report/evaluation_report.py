@@ -154,6 +154,8 @@ def flags_section(subject: Subject) -> Section:
     elif failed := sum(flag.verdict == FAIL for flag in flags):
         fail = "check fails: read it" if failed == 1 else "checks fail: read them"
         lead = f"{failed} {fail} before any number."
+    elif len(flags) == 1:  # the check of the certificate is always made
+        lead = "The strength of the attacks was not checked, so the numbers may be too good."
     shown = sorted(flags, key=lambda flag: (FAIL, NOT_RUN, PASS).index(flag.verdict))
     return Section("flags", "Can the numbers be trusted?", lead, [Flags(shown)] if shown else [])
 
