@@ -14,7 +14,6 @@ from otad.errors import InputError, import_extra
 from otad.nets.base import Metric, register_metric
 from otad.nets.inputs import Sizes, evaluating, output_of
 from otad.nets.layer_json import describe, restore, state_shapes
-from otad.nets.lipschitz import ROUNDING
 
 AnyBuilder = TypeVar("AnyBuilder", bound=Callable[..., nn.Module])
 _BUILDERS: dict[str, Callable[..., nn.Module]] = {}
@@ -120,8 +119,7 @@ class PretrainedMetric(Metric):
     def lipschitz(self) -> float | None:
         """A proved Lipschitz constant if keys are the normalized inputs, else None."""
         is_plain = type(self.extractor) is nn.Flatten and type(self.projection) is nn.Identity
-        known = is_plain and self.key_norm == "free"
-        return ROUNDING / float(self.std.double().min()) if known else None
+        return 1 / float(self.std.min()) if is_plain and self.key_norm == "free" else None
 
     def features(self, u: Tensor) -> Tensor:
         return self.extractor(u)  # type: ignore[no-any-return]
