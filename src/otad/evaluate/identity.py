@@ -32,13 +32,8 @@ NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean
 _KINDS = {Backbone: NET, OTAD: DEFENDED, MajorityKnn: MAJORITY, MeanFeatureKnn: MEAN_FEATURE}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _NO_CODE = ("__doc__", "__firstlineno__", "__module__")  # of what a class holds
-_NOT_OF_USERS = (
-    "otad",
-    "torch",
-    "builtins",
-    "abc",
-    "typing",
-)  # packages with versions of their own
+# Packages whose code is known by a version.
+_NOT_OF_USERS = ("otad", "torch", "builtins", "abc", "typing")
 
 
 def kind_of(model: nn.Module) -> str:
