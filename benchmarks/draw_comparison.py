@@ -73,9 +73,10 @@ PANELS = (
                 "OTAD-T-NN": ("cifar10_nn/OTAD-T-NN",),
                 "OTAD-T, robust metric": ("cifar10_robust_moved/robust",),
                 "OTAD-T, certified metric": ("cifar10_robust/1-Lipschitz, one point",),
+                "OTAD, robust keys": ("cifar10_keys/softmax",),
                 "OTAD, orthogonal network": ("cifar10_orthogonal/global map, unread 0.1",),
             },
-            BASELINE: {},
+            BASELINE: {"PGD + AWP + CutMix, ResNet-18": ("cifar10_keys/classifier",)},
         },
         (
             "cifar10_at", "cifar10_at_l2", "cifar10_at_linf", "cifar10_at_vit_l2",
