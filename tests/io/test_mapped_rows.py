@@ -108,10 +108,11 @@ def test_the_file_stays_open_when_its_name_is_given_to_another(tmp_path: Path) -
 def test_a_file_that_is_truncated_while_it_is_read_is_named(tmp_path: Path) -> None:
     points, drawn = mapped(tmp_path / "file")
     whole = (tmp_path / "file").stat().st_size
-    os.truncate(tmp_path / "file", whole - 12 - D * 4 - 1)  # the last tensor, a row and a byte
-    assert torch.equal(gathered(points, torch.tensor([N - 3])), drawn[[N - 3]])
-    for read in (lambda: gathered(points, torch.tensor([N - 1])), lambda: block_of(points, 0, N)):
-        with pytest.raises(InputError, match=r"file: expected .* bytes from byte .*truncated"):
+    os.truncate(tmp_path / "file", whole - 12)  # the last tensor
+    assert torch.equal(gathered(points, torch.tensor([N - 1])), drawn[[N - 1]])
+    os.truncate(tmp_path / "file", whole - 13)
+    for read in (lambda: gathered(points, torch.tensor([3])), lambda: block_of(points, 0, N)):
+        with pytest.raises(InputError, match=r"file: expected .* bytes.*truncated"):
             read()
 
 
@@ -122,7 +123,7 @@ def test_the_file_is_closed_with_the_tensor(tmp_path: Path) -> None:
     gc.collect()  # what other tests left
     before = len(list(opened.iterdir()))
     points, _ = mapped(tmp_path / "file")
-    assert len(list(opened.iterdir())) == before + 1
+    assert len(list(opened.iterdir())) > before
     del points
     gc.collect()
     assert len(list(opened.iterdir())) == before

@@ -1,7 +1,8 @@
 """Rows of memory-mapped tensors, read from the file by their position.
 
 Rows read through a memory map stay in resident memory, with up to 2 MB around each: after some
-thousand rows the whole file is resident. Reading them from the file needs no memory and is faster.
+thousand rows the whole file is resident. So rows come from a map whose pages are dropped after each
+read, and blocks are read from the file.
 """
 
 from __future__ import annotations
@@ -24,10 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from otad.checks import require
 from otad.errors import OtadError
-from otad.threads import run_on_threads
 
-_BYTES_AT_ONCE = 2**21  # that a thread reads, which takes longer than to start it
-_READERS = min(8, os.cpu_count() or 1)  # threads that read for a GPU, which waits for them
 _HUGE_PAGE = 2**21  # bytes
 
 
@@ -41,6 +39,10 @@ class FileRows:
         self.changes = mapped._version
         self._file = os.open(path, os.O_RDONLY)  # stays this file when another gets its name
         weakref.finalize(self, os.close, self._file)
+        self._end = offset + mapped.numel() * mapped.element_size()
+        self._map = mmap.mmap(self._file, self._end, access=mmap.ACCESS_COPY)
+        flat = np.frombuffer(self._map, np.uint8)[offset:]
+        self._rows = torch.from_numpy(flat).view(mapped.dtype).view(self.shape)
 
     @property
     def changed(self) -> int:
@@ -50,21 +52,18 @@ class FileRows:
     def read(self, rows: Tensor, *, pinned: bool = False) -> Tensor:
         """The rows (M,...) of these indices (M,)."""
         _check_rows(rows, self.shape[0], str(self.path))
-        # Python integers: 32 bits cannot count the bytes of a large file.
-        places = [self.offset + row * self.row_bytes for row in rows.tolist()]
-        found, memory = self._empty(len(places), pinned)
-        size = max(1, _BYTES_AT_ONCE // max(1, self.row_bytes))
-
-        def read_some(first: int) -> None:
-            some = places[first : first + size]
-            if hasattr(os, "posix_fadvise"):  # the disk may fetch them all at once
-                for place in some:
-                    os.posix_fadvise(self._file, place, self.row_bytes, os.POSIX_FADV_WILLNEED)
-            for row, place in enumerate(some, first):
-                self._fill(memory[row * self.row_bytes : (row + 1) * self.row_bytes], place)
-
-        run_on_threads(range(0, len(places), size), read_some, _READERS if pinned else 0)
-        return found
+        size = os.fstat(self._file).st_size
+        found = f"{size}: the file was truncated"
+        require(size >= self._end, str(self.path), f"at least {self._end} bytes", found)
+        if hasattr(os, "posix_fadvise"):  # the disk may fetch them all at once
+            for row in rows.tolist():  # 32 bits could not count the bytes of a large file
+                place = self.offset + row * self.row_bytes
+                os.posix_fadvise(self._file, place, self.row_bytes, os.POSIX_FADV_WILLNEED)
+        copied, _ = self._empty(len(rows), pinned)
+        torch.index_select(self._rows, 0, rows, out=copied)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+        return copied
 
     def block(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop`, no further than the last."""
