@@ -201,3 +201,11 @@ def test_the_answers_are_1_lipschitz_and_the_highest_that_are(
     assert torch.equal(answers.sum(1), margins)
     apart = run.masked_fill(labels[:, None] == labels, math.inf).amin(1)
     torch.testing.assert_close(margins / math.sqrt(2), apart / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_equal_points_of_two_classes_are_told() -> None:
+    x, y = torch.tensor([[0.0], [1.0], [1.0], [2.0]]), torch.tensor([0, 1, 2, 2])
+    net = prototype_net(lifted_net((1,), 3, blocks=0), x, y, neighbors=1)
+    with pytest.warns(UserWarning, match="2 of 4 equal a point of another class"):
+        answers = net.bank().features[:, 1:]
+    assert (answers.norm(dim=1) > 0).tolist() == [True, False, False, True]

@@ -39,8 +39,8 @@ LINEAR = (LinearHead.forward, TokenHead.forward)  # what is known to be `matrix`
 NONE = "none"
 UNPROVED = "unproved neighbors"  # in place of a rule
 APPROXIMATE = (
-    "the search stops early: radii hold for inputs whose neighbors are proved, as Neighbors.proved "
-    "says"
+    "the search stops early: the certificate holds against changed inputs whose neighbors are "
+    "proved, as Neighbors.proved says"
 )
 for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):  # rules register themselves
     importlib.import_module(f"{__package__}.{_module.name}")

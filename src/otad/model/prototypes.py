@@ -21,6 +21,7 @@ which the head multiplies. Points that are equal share the mean of their targets
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,6 +114,9 @@ class PrototypeNet(LiftedNet):
         points, heights = self.points.detach().to(dtype, copy=True), None
         if self.task == "classification":  # the heights of the points after rounding
             exact = label_heights(points.to(torch.float32), self.labels)
+            if equal := int((exact == 0).sum()):
+                told = f"{equal} of {len(points)} equal a point of another class, so they answer"
+                warnings.warn(f"points: {told} with no class", stacklevel=2)
             heights = exact.to(dtype)
             # Rounded down: otherwise two answers could be steeper than 1, and one be left out.
             heights = torch.nextafter(heights, torch.zeros_like(heights))
