@@ -356,7 +356,8 @@ def crowded() -> tuple[Tensor, Tensor]:
 def test_the_lift_over_inputs_needs_no_network(scope: str | None, dtype: torch.dtype) -> None:
     x, y = crowded()
     options = {} if scope is None else {"scope": scope}
-    model = otad.defend(None, x, y, inputs="pixels", bank_dtype=dtype, **options)
+    with pytest.warns(UserWarning, match="3 of 60 equal a point of another class"):
+        model = otad.defend(None, x, y, inputs="pixels", bank_dtype=dtype, **options)
     assert (model.scope, model.smoothness) == (scope or "global", 2.0)
     assert model.notes["defense"]["path"] == "inputs"
     stored = model.bank_inputs[:, :5].to(x)
@@ -394,6 +395,7 @@ def test_the_lift_over_inputs_to_values_has_the_least_constant() -> None:
     torch.testing.assert_close(local(x), y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:points. 3 of 60 equal")
 def test_models_without_a_network_are_saved_and_mapped(tmp_path: Path) -> None:
     for number, y in enumerate((crowded()[1], crowded()[0].sum(1))):
         x = crowded()[0]
