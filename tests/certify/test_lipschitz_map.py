@@ -50,7 +50,7 @@ def rule_of(model: OTAD, stretch: Tensor | None = None) -> Lipschitz:
     if stretch is None:
         return Lipschitz(input_reach(model, None, None, None))
     reach = Reach(stretch.double(), 0.0)
-    return Lipschitz(InputReach(model, reach, reach, ()))
+    return Lipschitz(InputReach(model, reach, reach, (), torch.ones(())))
 
 
 @pytest.mark.parametrize("smoothness", [1.0, 2.0, 5.0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from factories import refuses
@@ -13,6 +14,7 @@ import otad
 from otad.attacks import Pgd
 from otad.certify import certify, certify_values
 from otad.certify.input_reach import KEY_ROUNDOFFS
+from otad.certify.network import NetworkBound
 from otad.nets import Backbone, LinfDistNet, LipschitzBound, SOCNet, fc_resnet, load_net, save_net
 from otad.training import TrainConfig, train
 from otad.training.backbone_config import fit_margin_loss
@@ -197,6 +199,50 @@ def test_the_certified_margin_is_rewarded() -> None:
 )
 def test_what_cannot_be_certified_is_refused(net, options, message: str) -> None:
     refuses(certify, net, torch.zeros(2, *net.input_shape), match=message, **options)
+
+
+class Calibrated(SOCNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return 20 * super().forward(x)
+
+
+class Normalizing(SOCNet):
+    def normalize(self, x: Tensor) -> Tensor:
+        return 5 * super().normalize(x)
+
+
+def test_a_constant_counts_only_for_what_it_was_proved_of() -> None:
+    x = torch.zeros(1, 1, 1, 2)
+    for kind, method in ((Calibrated, "forward"), (Normalizing, "normalize")):
+        net = kind((1, 1, 2), 3, widths=(4,)).eval()
+        expected = f"{kind.__name__}: expected its own Lipschitz constant, .* own {method}"
+        refuses(certify, net, x, match=expected)
+    for part in ("", "head"):
+        net = soc_plane().eval()
+        net.get_submodule(part).register_forward_hook(lambda layer, given, found: 20 * found)
+        refuses(certify, net, x, match="without hooks")
+    model = otad.defend(None, torch.randn(20, 2), torch.arange(20) % 2, inputs="pixels")
+    model.backbone.head.register_forward_hook(lambda layer, given, found: 20 * found)
+    refuses(certify, model, torch.randn(2, 2), match="head: expected a LinearHead without hooks")
+
+
+def test_rounding_is_that_of_the_coarsest_layer() -> None:
+    net = soc_plane().eval().bfloat16()
+    net.head.float()
+    words = [one for one in NetworkBound(net, None).assumptions if "rounding" in one]
+    assert words == ["rounding changes computed features by at most 0.5 of their terms"]
+
+
+def test_inputs_may_be_rounded_before_the_model_sees_them() -> None:
+    far = 1e6
+    frame = otad.nets.lifted_net((1,), 2, blocks=0, mean=far, std=1.0)
+    given = torch.tensor([[far - 1.0], [far + 1.0625]]), torch.tensor([0, 1])
+    model = otad.defend(frame, *given, inputs="pixels", scope="local", n_neighbors=1)
+    x = far - np.linspace(0.0, 0.9, 101)[:, None]  # float32 has steps of 0.0625 there
+    found = certify(model, x)
+    assert bool((found.radius > 0).any())
+    moved = x + 0.999 * found.radius.numpy()[:, None]
+    assert torch.equal(certify(model, moved).prediction, found.prediction)
 
 
 def test_values_of_networks_have_no_interval() -> None:

@@ -286,6 +286,8 @@ def _parts(given: Converted, unit: ArrayLike | None) -> tuple[Any, Tensor, Tenso
 def _check_head(net: Backbone) -> None:
     is_linear = isinstance(net.head, LinearHead) and type(net.head).forward in LINEAR
     require(is_linear, "head", "a LinearHead", type(net.head).__name__)
+    hooks = net.head._forward_hooks or net.head._forward_pre_hooks
+    require(not hooks, "head", "a LinearHead without hooks", "one with a hook")
 
 
 def _rules(model: OTAD, task: str, *units_and_constants: Any) -> list[Rule]:

@@ -19,11 +19,13 @@ from otad.certify.votes import Votes
 from otad.checks import check_broadcast, check_evaluation, check_finite, require
 from otad.errors import InputError
 from otad.model.otad import OTAD
-from otad.nets import Backbone, LipschitzBound, only_normalizes
+from otad.nets import Backbone, LipschitzBound, Metric, only_normalizes
 
 # Relative error allowed for computed keys and embedded inputs, in units of the dtype's eps: that of
 # 16 orthogonal layers of up to 2,048 terms, and of an `OrthogonalNet` of default size, is about 1.
 KEY_ROUNDOFFS = 64.0
+PROOFS = {"lipschitz", "embedding_lipschitz"}  # properties of networks, and what they are about:
+COMPUTED = ("embed", "features", "forward", "normalize", "transport")
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +37,9 @@ class Reach:
     0 themselves. Otherwise it is a Lipschitz constant, the same for all d coordinates. All rules
     work with u: their radii are radii of the input.
 
-    `slip` is the relative rounding error of e as the model computes it, so that in truth
-    |u| <= r + 2 slip (size + r), where size is |e(x) / stretch|."""
+    `slip` is the relative rounding error of e as the model computes it, also from inputs that were
+    rounded to its dtype. So in truth |u| <= r + slip (2 size + 3 r), where size is
+    |e(x) / stretch| + |x / unit| / 4."""
 
     stretch: Tensor
     slip: float
@@ -72,7 +75,7 @@ class InputReach:
     keys: Reach
     embedded: Reach | None
     assumptions: tuple[str, ...]
-    longest_unit: float = 1.0
+    unit: Tensor
     within_bounds: bool = False
 
     @cached_property
@@ -114,7 +117,7 @@ def input_reach(
         require(metric_lipschitz is None, "metric_lipschitz", why, metric_lipschitz)
         reach, proved = _embedding_reach(backbone, measured, embedding_lipschitz)
         whole = (*limits, *given, *proved)
-        return InputReach(model, reach, reach, whole, within_bounds=within_bounds)
+        return InputReach(model, reach, reach, whole, measured, within_bounds)
     embedded, is_known = None, only_normalizes(backbone) or given or _embedding_bound(backbone)
     if is_known or model.strong_convexity != 0:
         embedded, proved = _embedding_reach(backbone, measured, embedding_lipschitz)
@@ -122,11 +125,10 @@ def input_reach(
     else:
         unknown = f"the Lipschitz constant of the embedding of {type(backbone).__name__}"
         given = (f"rule 'cell' is left out, as {unknown} is not known",)
-    longest = float(measured.max())
-    constant, slip, searched = _metric_constant(metric, metric_lipschitz, longest)
+    constant, slip, searched = _metric_constant(metric, metric_lipschitz, float(measured.max()))
     keys = Reach(measured.new_full((model.bank_points.shape[1],), constant), slip)
     assumed = (*limits, *searched, *given)
-    return InputReach(model, keys, embedded, assumed, longest, within_bounds)
+    return InputReach(model, keys, embedded, assumed, measured, within_bounds)
 
 
 def check_bounds(net: Backbone, within_bounds: bool) -> tuple[str, ...]:
@@ -152,10 +154,36 @@ def measured_unit(backbone: Backbone, unit: Tensor | None) -> Tensor:
     return measured
 
 
+def check_unchanged(net: nn.Module) -> None:
+    """Refuse a network that computes something else than that of which it proves a constant: one
+    with hooks, or of a subclass with other methods that does not state the constant again."""
+    for part in net.modules():
+        name, kinds = type(part).__name__, type(part).__mro__
+        states = (place for place, kind in enumerate(kinds) if PROOFS & vars(kind).keys())
+        stated = next(states, 0)
+        proves = kinds[stated] not in (Backbone, Metric)
+        own = [one for kind in kinds[:stated] for one in COMPUTED if proves and one in vars(kind)]
+        expected = f"its own Lipschitz constant, as it has its own {', '.join(own)}"
+        require(not own, f"model, {name}", expected, f"that of {kinds[stated].__name__}")
+        is_plain = not (part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
+        expected = "a layer without hooks, as a Lipschitz constant is proved for the layers alone"
+        require(is_plain, f"model, {name}", expected, "one with a hook")
+
+
+def coarsest_eps(net: nn.Module) -> float:
+    """The largest eps of the dtypes that a network computes in."""
+    kinds = {part.dtype for part in (*net.parameters(), *net.buffers())}
+    found = [torch.finfo(kind).eps for kind in kinds if kind.is_floating_point]
+    return max(found, default=torch.finfo(torch.float32).eps)
+
+
 def _embedding_bound(backbone: Backbone) -> LipschitzBound | None:
     """What is proved about the embedding of a network in l2."""
     bound = backbone.embedding_lipschitz
-    return bound if bound is not None and bound.norm == "l2" else None
+    if bound is None or bound.norm != "l2":
+        return None
+    check_unchanged(backbone)
+    return bound
 
 
 def _embedding_reach(
@@ -186,7 +214,7 @@ def _embedding_reach(
     assert bound is not None
     reached[backbone.dim - backbone.lift :] = 0.0
     stretch = bound.constant * float((measured / backbone.std.double()).max()) * reached
-    slip = KEY_ROUNDOFFS * torch.finfo(backbone.std.dtype).eps
+    slip = KEY_ROUNDOFFS * coarsest_eps(backbone)
     proved = (
         f"the embedding of {kind} moves by at most {bound.constant:g} times the change of its "
         "normalized input",
@@ -206,8 +234,8 @@ def _metric_constant(
         why = f"None, as {name} has its own constant {known:g}"
         require(stated is None, "metric_lipschitz", why, stated)
         _check_constant(known, f"{name}.lipschitz")
-        dtype = next((part.dtype for part in metric.parameters()), torch.float32)
-        slip = KEY_ROUNDOFFS * torch.finfo(dtype).eps
+        check_unchanged(metric)
+        slip = KEY_ROUNDOFFS * coarsest_eps(metric)
         assumed = (
             f"{searched} no two of them further apart than {known:g} times their inputs",
             f"rounding moves computed keys by {slip:.1g} of their terms at most (no TF32, no "

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from otad.certify.half_spaces import ROUNDING
-from otad.certify.input_reach import KEY_ROUNDOFFS, measured_unit
+from otad.certify.input_reach import (
+    KEY_ROUNDOFFS,
+    check_unchanged,
+    coarsest_eps,
+    measured_unit,
+)
 from otad.certify.rules import PRECISION
 from otad.certify.votes import Head
 from otad.checks import check_choice, check_evaluation, require
@@ -33,12 +38,15 @@ class NetworkBound:
             raise InputError(f"model: expected {CERTIFIABLE}, got {name} without one")
         require(net.task == "classification", "model", CERTIFIABLE, net.task)
         check_evaluation(net, "model")
+        check_unchanged(net)
+        expected = "the forward method of Backbone, by its features and its head"
+        require(type(net).forward is Backbone.forward, "model", expected, f"{name} with its own")
         self.net, self.norm = net, check_choice(proved.norm, "lipschitz.norm", tuple(ORDERS))
         self.order, self.dual = ORDERS[self.norm]
         self.head = Head(net.head, self.dual)
         self.constant, self.offset = proved.constant, proved.offset
         self.stretch = float((measured_unit(net, unit) / net.std.double()).max())
-        eps = torch.finfo(net.head.weight.dtype).eps
+        eps = coarsest_eps(net)
         self.slip = KEY_ROUNDOFFS * eps
         self.roundoff = (self.head.weight.shape[1] + 32) * eps / 2  # of the sums of the head
         self.assumptions = (
@@ -55,15 +63,17 @@ class NetworkBound:
         bad = ~outputs.isfinite().all(1)
         require(not bool(bad.any()), "model", "finite outputs", outputs[bad][:1].tolist())
         prediction = outputs.argmax(1)
-        inputs = self.net.normalize(x.double()).flatten(1)
-        size = self.constant * torch.linalg.vector_norm(inputs, self.order, dim=1) + self.offset
+        wide = x.double()  # it may have been rounded
+        inputs = [part.flatten(1) for part in (self.net.normalize(wide), wide / self.net.std)]
+        length = sum(torch.linalg.vector_norm(part, self.order, dim=1) for part in inputs)
+        size = self.constant * length + self.offset
 
         def bound(rows: Tensor, lengths: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
             """Errors are made here and at the changed input, where sizes grow with the change."""
-            length = torch.linalg.vector_norm(rows, self.dual, dim=1)
-            each = self.slip * length + self.roundoff * (1 + self.slip) * lengths
+            steepness = torch.linalg.vector_norm(rows, self.dual, dim=1)
+            each = self.slip * steepness + self.roundoff * (1 + self.slip) * lengths
             lost = 2 * (each * size + self.roundoff * offsets)
-            slope = self.constant * self.stretch * (length + each)
+            slope = self.constant * self.stretch * (steepness + 2 * each)
             return (1 + ROUNDING) * lost, (1 + ROUNDING) * slope
 
         return self.head.radius(outputs, prediction, bound), prediction

@@ -38,14 +38,17 @@ class Batch:
         self.keys = self.embedded if model.metric is None else model.query_keys(x)
         self.box = None if reach.corners is None else self._box(*reach.corners)
         self.sides = []  # the slip in both spaces, and the sizes (B,) of the inputs in them
+        # Inputs may have been rounded, by half an eps of the dtype, of which the slip has two.
+        given = (x.double() / reach.unit).flatten(1).norm(dim=1) / 4
         if reach.embedded is not None:
-            self.sides.append((reach.embedded.slip, reach.embedded.size_of(self.embedded, x)))
+            size = given + reach.embedded.size_of(self.embedded, x)
+            self.sides.append((reach.embedded.slip, size))
         if model.metric is not None:
             # Keys may be short while the terms they are made of are not, so |x - mean| is added.
-            # Where x moves by r, each of both grows by no more.
+            # Where x moves by r, each of the three grows by no more.
             center = getattr(model.metric, "mean", model.backbone.mean)
-            own = (x.double() - center.double()).flatten(1) / reach.longest_unit
-            size = reach.keys.size_of(self.keys, x) + own.norm(dim=1)
+            own = (x.double() - center.double()).flatten(1) / reach.unit.max()
+            size = given + reach.keys.size_of(self.keys, x) + own.norm(dim=1)
             if isinstance(model.metric, LipschitzMetric):
                 size += model.metric.offset / float(self.stretch.max())
             self.sides.append((reach.keys.slip, size))
@@ -81,12 +84,12 @@ class Batch:
 
     def to_input(self, radius: Tensor) -> Tensor:
         """The largest r (B,) for which |u| stays within `radius` (B,) in both spaces."""
-        each = [(radius - 2 * slip * size) / (1 + 2 * slip) for slip, size in self.sides]
+        each = [(radius - 2 * slip * size) / (1 + 3 * slip) for slip, size in self.sides]
         return torch.stack(each).amin(0).clamp_min(0.0)
 
     def from_input(self, eps: float) -> Tensor:
         """The largest |u| (B,) of both spaces for inputs within eps."""
-        each = [eps * (1 + 2 * slip) + 2 * slip * size for slip, size in self.sides]
+        each = [eps * (1 + 3 * slip) + 2 * slip * size for slip, size in self.sides]
         return torch.stack(each).amax(0)
 
 
