@@ -48,6 +48,7 @@ class Categories(Attack):
     beam: int = option(8, check_count)
     steps: int = option(20, check_count)
     name = "categories"
+    version = 2
     family = "adaptive"
     needs = Needs(groups=True)
 

@@ -81,7 +81,11 @@ class ModelAscent(Ascent):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ProjectedAscent(Ascent):
-    """Ascent by x <- project(x + step_size * eps * steepest(gradient))."""
+    """Ascent by x <- project(x + step_size * eps * steepest(gradient)).
+
+    In l2 such steps turn slowly towards the gradient and end short of the best point, even where
+    the gradient is constant. So the point of the ball that is furthest along the last gradient is
+    asked about as well, except with `last_only` and with steps of the gradient itself."""
 
     step_size: float | None = option(None, check_positive)
     last_only: bool = False
@@ -100,7 +104,10 @@ class ProjectedAscent(Ascent):
                     rows, moved, gradient = rows[alive], moved[alive], gradient[alive]
             step = ball.steepest(gradient) if self.normalize else gradient
             moved = survivors.project(moved + length * step, rows)
-        survivors.ask(moved, rows)
+        alive = survivors.ask(moved, rows)
+        if self.normalize and not self.last_only and bool(alive.any()):
+            rows, gradient = rows[alive], gradient[alive]
+            survivors.ask(ball.furthest(gradient, survivors.x[rows]), rows)
 
 
 @register_attack
@@ -109,7 +116,8 @@ class Pgd(ModelAscent, ProjectedAscent):
     """Projected gradient descent (Madry et al. 2018) on the loss of a model.
 
     Each step moves by `step_size * eps` along the steepest direction of the ball's norm and is
-    projected into the ball. The model answers every iterate, and the first wrong answer ends the
+    projected into the ball. The model answers every iterate, and at the end of each restart the
+    point of the ball that is furthest along the last gradient. The first wrong answer ends the
     attack of an example.
 
     Parameters
@@ -123,10 +131,10 @@ class Pgd(ModelAscent, ProjectedAscent):
     step_size : float or None
         The length of a step in units of eps, by default 2.5 / steps.
     last_only : bool
-        If True, only the last iterate is answered, as in many papers. This makes the attack weaker.
+        If True, only the last iterate counts, as in many papers. This makes the attack weaker.
     normalize : bool
         If False, a step is `step_size * eps` times the gradient itself, so it is short where the
-        gradient is small. This makes the attack weaker too.
+        gradient is small, and the furthest point is not tried. This makes the attack weaker too.
     loss : str
         "margin", "cross_entropy" or "dlr". In regression it is always the squared error.
     substitute : nn.Module or None
@@ -148,6 +156,7 @@ class Pgd(ModelAscent, ProjectedAscent):
     """
 
     name = "pgd"
+    version = 2
 
 
 @register_attack
@@ -299,6 +308,7 @@ class Bpda(ProjectedAscent):
     network: nn.Module = field(metadata={"known": "network"})
     loss: str = option("cross_entropy", check_loss)
     name = "bpda"
+    version = 2
     family = "white-box"
     needs = Needs(network=True)
 
@@ -336,7 +346,7 @@ class MetricAttack(ProjectedAscent):
 
     metric: Callable[[Tensor], Tensor] = field(metadata={"known": "keys"})
     name = "metric"
-    version = 2
+    version = 3
     family = "adaptive"
     needs = Needs(network=True, bank=True)
 

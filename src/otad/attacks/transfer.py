@@ -47,6 +47,7 @@ class Transfer(Attack):
     inner: Attack = field(default_factory=Pgd)
     starts: int = option(1, check_count)
     name = "transfer"
+    version = 2
     family = "black-box"
     needs = Needs(network=True)
 

@@ -16,6 +16,7 @@ from otad.threat.one_hot import check_groups, is_one_hot, switched
 
 FIRST_SHRINK = 2.0**-22  # of a step that rounding has carried out of the ball
 BEYOND = 16.0  # times eps: so far off, a projection is of full length though bounds cut some of it
+FURTHEST = 2.0**16  # times eps: so far off, a projection is where a linear function is largest
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +191,11 @@ class LpBall(ABC):
             return self.without_groups(gradient).steepest(gradient)
         scaled = self._of_units(self._masked(gradient), gradient)
         return self._of_units(self._unit(scaled.flatten(1)).view_as(gradient), gradient)
+
+    def furthest(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """Return the points of the ball around x where a linear function with this gradient is
+        largest."""
+        return self.project(x + FURTHEST * self.eps * self.steepest(gradient), x)
 
     def free_features(self, x: Tensor) -> Tensor:
         """Return the positions (int64) of the features of a flat input that can change."""
