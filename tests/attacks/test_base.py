@@ -226,8 +226,8 @@ ASCENT = [{"steps": 0}, {"restarts": -1}, {"restarts": 2, "random_start": False}
 SIZES = [{"step_size": size} for size in (0.0, -1.0, math.inf, math.nan)]
 SIDES = [{"x_dimensions": (0.0, 0.1)}, {"y_dimensions": (0.2, 0.1)}]
 REFUSED: dict[str, list[dict[str, Any]]] = {
-    "pgd": [*ASCENT, *SIZES, {"loss": "hinge"}],
-    "apgd": [*ASCENT, {"loss": "hinge"}],
+    "pgd": [*ASCENT, *SIZES, {"loss": "hinge"}, {"targets": -1}],
+    "apgd": [*ASCENT, {"loss": "hinge"}, {"targets": 0.5}],
     "metric": [{"random_start": False, "metric": nn.Identity()}],
     "bpda": [{"loss": "squared_error", "network": nn.Identity()}],
     "transfer": [{"starts": 0, "source": nn.Identity()}],

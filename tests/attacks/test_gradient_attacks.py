@@ -29,12 +29,14 @@ MAKERS: dict[str, Callable[[nn.Module], Attack]] = {
     "pgd": lambda net: Pgd(steps=7),
     "pgd_restarts": lambda net: Pgd(loss="dlr", steps=4, restarts=2),
     "pgd_substitute": lambda net: Pgd(steps=7, substitute=net),
+    "pgd_targets": lambda net: Pgd(steps=4, targets=2),
     "bpda": lambda net: Bpda(net, steps=7),
     "bpda_last": lambda net: Bpda(net, steps=7, last_only=True),
     "metric": lambda net: MetricAttack(net[:3], steps=7),
     "apgd": lambda net: Apgd(steps=7),
     "apgd_restarts": lambda net: Apgd(steps=4, loss="cross_entropy", restarts=2),
     "apgd_substitute": lambda net: Apgd(steps=7, substitute=net),
+    "apgd_targets": lambda net: Apgd(steps=4, targets=2, substitute=net),
     "transfer": lambda net: Transfer(net, Pgd(steps=7), starts=2),
 }
 EVERY = pytest.mark.parametrize("maker", list(MAKERS.values()), ids=list(MAKERS))

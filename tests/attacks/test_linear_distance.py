@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attacks.linear_models import Linear, assert_legal, run
 from torch import Tensor
 
-from otad.attacks import Attack, Pgd
+from otad.attacks import Apgd, Attack, Pgd
+from otad.evaluate.suite import PRESETS
 from otad.threat import L2, Linf, LpBall
 
-POINTS = 12
 SHAPE = (30,)
 
 
@@ -44,9 +46,9 @@ def distances_to_classes(kind: type[LpBall], model: Linear, x: Tensor) -> Tensor
     return torch.stack(found, 1).scatter(1, y[:, None], torch.inf)
 
 
-def points_in_box() -> Tensor:
+def points_in_box(count: int) -> Tensor:
     """A third of the features are at a bound, so the box cuts most steps."""
-    drawn = torch.rand(POINTS, *SHAPE, generator=torch.Generator().manual_seed(3)).double()
+    drawn = torch.rand(count, *SHAPE, generator=torch.Generator().manual_seed(3)).double()
     return (1.5 * drawn - 0.25).clamp(0, 1)
 
 
@@ -63,7 +65,7 @@ def assert_breaks_at(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_shorter_change_grows_as_much_as_the_furthest_point(kind, dtype, generator) -> None:
     """Also where the gradient is large in features that cannot follow it."""
-    x = points_in_box().to(dtype)
+    x = points_in_box(12).to(dtype)
     gradient = torch.randn(x.shape, generator=generator, dtype=dtype)
     gradient = torch.where((x == 0) & (gradient < 0), 100 * gradient, gradient)
     ball = kind(0.3, (0.0, 1.0))
@@ -76,6 +78,21 @@ def test_no_shorter_change_grows_as_much_as_the_furthest_point(kind, dtype, gene
 
 @pytest.mark.parametrize("kind", [L2, Linf])
 def test_two_classes_break_just_beyond_their_distance(kind) -> None:
-    model, x = Linear(SHAPE), points_in_box()
+    """By the PGD of the preset "quick", from a random start."""
+    model, x = Linear(SHAPE), points_in_box(12)
     distances = distances_to_classes(kind, model, x).amin(1)
-    assert_breaks_at(distances, Pgd(steps=20), model, x, kind)
+    quick = next(one.options for one in PRESETS["quick"] if one.name == "pgd")
+    assert_breaks_at(distances, Pgd(**quick), model, x, kind)
+
+
+@pytest.mark.parametrize("kind", [L2, Linf])
+@pytest.mark.parametrize("attack", [Pgd(steps=10, targets=9), Apgd(steps=20, targets=9)])
+def test_the_nearest_class_is_found_where_another_has_a_higher_logit(kind, attack) -> None:
+    model, x = Linear(SHAPE, 10), points_in_box(40)
+    model.weight.data *= torch.linspace(0.3, 3.0, 10)[:, None]
+    distances, nearest = distances_to_classes(kind, model, x).min(1)
+    hidden = nearest != model(x).topk(2).indices[:, 1]
+    distances, x = distances[hidden], x[hidden]
+    assert_breaks_at(distances, attack, model, x, kind)
+    with pytest.raises(AssertionError):  # other ascents end at the class of the higher logit
+        assert_breaks_at(distances, replace(attack, targets=0), model, x, kind)

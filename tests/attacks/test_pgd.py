@@ -124,6 +124,15 @@ def test_what_an_example_costs(attack, answers) -> None:
         assert int(found.backwards[1]) <= 2
 
 
+@pytest.mark.parametrize(("classes", "ascents"), [(2, 1), (3, 3), (9, 4)])
+def test_targets_cost_an_ascent_each_and_one_answer(classes, ascents) -> None:
+    """The answer at the example, which ranks the classes. A single wrong class is no target."""
+    model, x = linear(torch.eye(classes)), 100 * torch.eye(classes)[:1]
+    found = run(Pgd(steps=6, targets=3), model, x, Linf(1.0))
+    assert found.forwards.tolist() == [1 + 8 * ascents + 1 + 1]
+    assert found.backwards.tolist() == [6 * ascents]
+
+
 def shattered(net: Callable[[Tensor], Tensor]) -> nn.Module:
     """The same answers as a net, and no gradient."""
     return Function(lambda x: net(x).detach())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -39,6 +40,32 @@ def loss_for(name: str, y: Tensor) -> Loss:
     if y.is_floating_point():
         return lambda values, y: (values - y).square()
     return LOSSES[check_loss(name, "loss")]
+
+
+def objective_of(target: Target, loss: Loss, substitute: nn.Module | None) -> Objective:
+    """Return the objective of a loss of the model itself, or of a `substitute` in its place."""
+    if substitute is None:
+        return lambda moved, rows: target.evaluate(moved, loss, rows)
+    return substitute_gradient(target, loss, substitute)
+
+
+def wrong_classes(logits: Tensor, y: Tensor) -> Tensor:
+    """Return all classes but y (B,), those with the highest logits first: (B,C-1)."""
+    return logits.scatter(1, y[:, None], -math.inf).argsort(1, descending=True)[:, :-1]
+
+
+def towards(target: Target, classes: Tensor, substitute: nn.Module | None) -> Objective:
+    """Return the objective logits_c - logits_y, where c is the class of each example in `classes`
+    (B,)."""
+
+    def evaluate(moved: Tensor, rows: Tensor) -> Evaluated:
+        def lead(logits: Tensor, y: Tensor) -> Tensor:
+            aimed, own = (logits.gather(1, one[:, None])[:, 0] for one in (classes[rows], y))
+            return aimed - own
+
+        return objective_of(target, lead, substitute)(moved, rows)
+
+    return evaluate
 
 
 def asking(target: Target, climbed: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Objective:

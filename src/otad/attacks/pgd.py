@@ -3,9 +3,10 @@ the attack on the metric."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,16 @@ from torch import Tensor, nn
 
 from otad.attacks.base import Attack, option, register_attack
 from otad.attacks.needs import Needs
-from otad.attacks.objectives import Objective, asking, check_loss, loss_for, substitute_gradient
+from otad.attacks.objectives import (
+    Objective,
+    asking,
+    check_loss,
+    loss_for,
+    objective_of,
+    substitute_gradient,
+    towards,
+    wrong_classes,
+)
 from otad.attacks.stand_in import climbable
 from otad.attacks.target import Survivors, Target
 from otad.checks import check_count, check_positive, require
@@ -52,9 +62,14 @@ class Ascent(Attack):
 
         `survivors` records what it finds."""
 
+    def objectives(self, survivors: Survivors) -> Iterator[Objective]:
+        """Yield what each ascent maximizes, in turn."""
+        objective = self.objective(survivors.target, survivors.x, survivors.ball)
+        yield from itertools.repeat(objective, self.restarts)
+
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        survivors, objective = Survivors(target, x, ball), self.objective(target, x, ball)
-        for _ in range(self.restarts):
+        survivors = Survivors(target, x, ball)
+        for objective in self.objectives(survivors):
             # Drawn for all examples, so that the start of one never depends on the others.
             start = ball.inside(x, generator) if self.random_start else x
             rows = survivors.rows
@@ -69,14 +84,23 @@ class ModelAscent(Ascent):
 
     loss: str = option("margin", check_loss)
     substitute: nn.Module | None = None
+    targets: int = option(0, check_count, least=0)
     family = "white-box"
     needs = Needs(gradients=True)
 
     def objective(self, target: Target, x: Tensor, ball: LpBall) -> Objective:
-        loss = loss_for(self.loss, target.y)
-        if self.substitute is None:
-            return lambda moved, rows: target.evaluate(moved, loss, rows)
-        return substitute_gradient(target, loss, self.substitute)
+        return objective_of(target, loss_for(self.loss, target.y), self.substitute)
+
+    def objectives(self, survivors: Survivors) -> Iterator[Objective]:
+        yield from super().objectives(survivors)
+        rows, target = survivors.rows, survivors.target
+        if self.targets and len(rows) and not target.y.is_floating_point():
+            logits = target(survivors.x[rows], rows)
+            others = wrong_classes(logits, target.targets(rows)).T
+            if len(others) > 1:  # a single one has been tried
+                for classes in others[: self.targets]:
+                    aims = target.y.index_copy(0, rows, classes)
+                    yield towards(target, aims, self.substitute)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -140,6 +164,10 @@ class Pgd(ModelAscent, ProjectedAscent):
     substitute : nn.Module or None
         A network whose gradient is followed in place of the model's own, such as the network
         behind a defense.
+    targets : int
+        How many classes have an ascent of their own after the restarts: those with the highest
+        wrong logits at the example. It raises the logit of its class over the right one, whatever
+        the `loss`. In regression, and with two classes, there are none.
 
     Examples
     --------
@@ -172,7 +200,7 @@ class Apgd(ModelAscent):
 
     Parameters
     ----------
-    steps, restarts, random_start, loss, substitute
+    steps, restarts, random_start, loss, substitute, targets
         As in `Pgd`.
 
     Examples
