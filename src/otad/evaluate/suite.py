@@ -42,7 +42,7 @@ _STANDARD = [
     Choice("region", affine=True),
     Choice("pull", affine=True),
     Choice("pgd"),
-    Choice("apgd", {"restarts": 3, "targets": 9}),
+    Choice("apgd", {"restarts": 3, "targets": 3}),
     Choice("bpda"),
     Choice("metric", {"steps": 20}, affine=True),
     Choice("transfer"),
