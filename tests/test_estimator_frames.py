@@ -88,6 +88,7 @@ def test_cells_that_are_no_numbers_are_named() -> None:
         (numbers[["age"]].astype("timedelta64[s]"), "X, column 'age': .*timedelta64"),
         (frame.assign(age=pandas.Timestamp("2020-01-01")), "X, column 'age': .*datetime64"),
         (numbers.to_numpy().astype("datetime64[s]"), "X: expected no dates, got dtype date"),
+        (frame[["age", "age"]], "X, columns: expected distinct names, got repeated age"),
     ):
         refuses(fit, other, match=message)
     fit(numbers)

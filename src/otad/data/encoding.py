@@ -126,6 +126,8 @@ class TableEncoding:
     def of_frame(cls, table: Any, weights: Any = None) -> TableEncoding | None:
         """Return the encoding of a DataFrame with text or missing values, with medians of the rows
         of positive weight; None for any other table."""
+        if is_frame(table):
+            refuse_repeats(map(str, table.columns), "X, columns")
         if not is_mixed(table):
             return None
         used = np.ones(len(table)) if np.ndim(weights) == 0 else np.asarray(weights, np.float64)
@@ -267,7 +269,7 @@ def frame_numbers(frame: Any, name: str) -> NDArray[np.float64]:
 
 def frame_cells(frame: Any) -> tuple[dict[str, list[Cell]], list[str]]:
     """The cells of a DataFrame by column, and which columns hold text, booleans or categories."""
-    refuse_repeats(map(str, frame.columns), "X")
+    refuse_repeats(map(str, frame.columns), "X, columns")
     cells: dict[str, list[Cell]] = {}
     texts: list[str] = []
     for name in frame.columns:
