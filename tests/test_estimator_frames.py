@@ -108,3 +108,21 @@ def test_medians_are_those_of_rows_with_a_weight() -> None:
     clf = OTADClassifier(epochs=1).fit(frame, label, sample_weight=weight)
     expected = frame["income"][weight > 0].median()
     assert clf.encoding_.columns[2].median == pytest.approx(expected)
+
+
+def test_targets_that_are_missing_or_no_numbers_are_named() -> None:
+    pandas = pytest.importorskip("pandas")
+    x = np.random.default_rng(0).normal(size=(4, 2))
+    for y, got in (
+        (["p", None, "n", "p"], "None"),
+        (["p", np.nan, "n", "p"], "nan"),  # which NumPy alone would make the label "nan"
+        (pandas.Series(["p", None, "n", "p"], dtype="category"), "nan"),
+        (pandas.Series([1, None, 0, 1], dtype="Int64"), "<NA>"),
+    ):
+        refuses(OTADClassifier().fit, x, y, match=f"y, row 1: expected a label, got {got}")
+    refuses(OTADClassifier().fit, x, ["p"] * 4, match="two classes, got one class: 'p'")
+    made = OTADRegressor(n_neighbors=2, epochs=1).fit(x, ["1", "2", "3", "4"])
+    for y, got in (([1, None, 2, 3], "None"), (["1", "a", "2", "3"], "'a'")):
+        message = f"y, row 1: expected a number, got {got}"
+        refuses(made.fit, x, y, match=message)
+        refuses(otad.evaluate, made, x, y, otad.L2(0.1), match=message)

@@ -25,7 +25,7 @@ from otad.arguments import check_options, hints_of
 from otad.checks import check_choice, check_finite, require
 from otad.data import Standardizer, Task, holdout
 from otad.data.dataset import in_working_dtype, usual_statistics
-from otad.data.encoding import TableEncoding, refuse_cells, refuse_dates
+from otad.data.encoding import TableEncoding, refuse_cells, refuse_dates, refuse_targets
 from otad.errors import InputError
 from otad.estimator_folder import load_estimator, save_estimator
 from otad.explain import Explanation, explain
@@ -162,6 +162,7 @@ class OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         options = {"allow_nd": True, "ensure_min_samples": 2}
         options["y_numeric"] = self._task == "regression"
         refuse_dates(X, "X")
+        refuse_targets(y, self._task)
         given, self.encoding_ = X, TableEncoding.of_frame(X, sample_weight)
         if self.encoding_ is not None:
             X = self.encoding_.encode_frame(X, "X")

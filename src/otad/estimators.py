@@ -20,6 +20,7 @@ from otad.certify import Certificate, Interval, certify, certify_values
 from otad.checks import check_choice, require
 from otad.data import Task
 from otad.data.dataset import encode_labels
+from otad.data.encoding import refuse_targets
 from otad.estimator_base import Array, OTADEstimator, as_column
 
 
@@ -116,7 +117,7 @@ class OTADClassifier(ClassifierMixin, OTADEstimator):  # type: ignore[misc]
             inputs, labels, weights = inputs[used], labels[used], weights[used]
             require(len(labels), "class_weight", "a positive weight of some class", "none")
         self.classes_, codes = np.unique(labels, return_inverse=True)
-        found = f"one class: {labels[0]!r}"
+        found = f"one class: {self.classes_.tolist()[0]!r}"
         require(len(self.classes_) > 1, "y", "at least two classes", found)
         names = list(map(str, self.classes_))
         self._learn(inputs, torch.tensor(codes), len(names), weights, classes=names)
@@ -203,7 +204,9 @@ class OTADRegressor(RegressorMixin, OTADEstimator):  # type: ignore[misc]
 
     def as_targets(self, y: Any) -> Tensor:
         """Return values (n,) in the dtype of the module."""
-        return torch.tensor(as_column(y).astype(np.float64)).to(self.module_.backbone.mean)
+        values = as_column(y)
+        refuse_targets(values, self._task)
+        return torch.tensor(values.astype(np.float64)).to(self.module_.backbone.mean)
 
     def predict(self, X: Any) -> Array:
         """Return the value of each input (n,)."""

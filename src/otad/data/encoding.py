@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from otad.checks import require
-from otad.data.dataset import Standardizer, class_names, refuse_repeats
+from otad.data.dataset import Standardizer, Task, class_names, refuse_repeats
 from otad.errors import InputError
 from otad.io.codec import from_plain, to_plain
 
@@ -253,6 +253,18 @@ def refuse_cells(table: Any, name: str) -> None:
     if is_frame(table):
         columns = tuple(Column(str(column)) for column in table.columns)
         TableEncoding(columns).encode_frame(table, name)
+
+
+def refuse_targets(targets: Any, task: Task) -> None:
+    """Refuse a missing target, and in regression text that is no number, and name its row."""
+    column = np.asarray(targets, object)
+    if column.shape not in ((column.size,), (column.size, 1)):
+        return  # no column: refused where shapes are checked
+    expected = "a label" if task == "classification" else "a number"
+    for row, value in enumerate(column.ravel().tolist()):
+        is_word = isinstance(value, str) and math.isnan(number_in(value))
+        if _is_missing(value) or (is_word and task == "regression"):
+            raise InputError(f"y, row {row}: expected {expected}, got {value!r}")
 
 
 def frame_numbers(frame: Any, name: str) -> NDArray[np.float64]:
