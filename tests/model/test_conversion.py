@@ -82,6 +82,7 @@ def test_a_network_is_defended_with_every_kind_of_data() -> None:
         (x.double().numpy(), y.int().numpy()),
         (pandas.DataFrame(x.numpy()), pandas.Series(y.numpy())),
         (x.tolist(), y.tolist()),
+        (tuple(x), list(y)),
         (DataLoader(TensorDataset(x, y), batch_size=7),),
     ]
     for given, inputs in ((net(), "auto"), (None, "pixels")):
@@ -90,6 +91,9 @@ def test_a_network_is_defended_with_every_kind_of_data() -> None:
             made = otad.defend(given, *kind, inputs=inputs, n_neighbors=5)
             assert made.bank_fingerprint == expected.bank_fingerprint
     refuses(otad.defend, net(), x, match="y: expected one target per input, got None")
+    for several in ((x, x), [x.numpy(), x[:, :1].numpy()]):
+        got = f"{type(several).__name__} of 2: networks of several inputs"
+        refuses(otad.defend, net(), several, y, match=f"x: expected one tensor, got a {got}")
 
 
 def test_columns_of_a_frame_may_differ_in_their_kind_of_numbers() -> None:

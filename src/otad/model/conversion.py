@@ -59,7 +59,10 @@ def converted(model: nn.Module | Estimator, x: ArrayLike, y: ArrayLike | None = 
         require(y is None, "y", "None, as a DataLoader gives the targets too", type(y).__name__)
         x, y = _all_batches(x)
     if isinstance(model, nn.Module):
-        return Converted(model, _inputs(model, x), None if y is None else _targets(model, y))
+        targets = None if y is None else _targets(model, y)
+        if isinstance(x, (list, tuple)) and targets is not None and targets.dim() == 1:
+            _refuse_several_inputs(x, targets)
+        return Converted(model, _inputs(model, x), targets)
     inputs = model.as_inputs(x)  # raises an error if the estimator is not fitted
     return Converted(vars(model)["module_"], inputs, None if y is None else model.as_targets(y))
 
@@ -96,6 +99,13 @@ def class_numbers(y: ArrayLike, classes: Sequence[Any]) -> NDArray[Any]:
     expected = "class numbers, as the model has no names of classes"
     require(len(classes) > 0, "y", expected, f"an array of {array.dtype}")
     return encode_labels(array.tolist(), classes, "y").numpy()
+
+
+def _refuse_several_inputs(x: Sequence[Any], y: Tensor) -> None:
+    """Refuse a list or tuple of batches, each with one row for every target."""
+    batches = all(getattr(part, "shape", ())[:1] == y.shape[:1] for part in x)
+    got = f"a {type(x).__name__} of {len(x)}: networks of several inputs are not supported"
+    require(not batches or len(x) in (0, len(y)), "x", "one tensor", got)
 
 
 def _inputs(module: nn.Module, x: Any) -> Tensor:
