@@ -20,6 +20,16 @@ _TAKEN: dict[Any, Any] = {int: Integral, float: Real, Path: os.PathLike, tuple: 
 _ARRAYS: dict[Any, str] = {Any: "biufOUST", int: "iu", float: "iuf", str: "OUST"}
 _WORDS: dict[Any, str] = {NoneType: "None", float: "a number", str: "text", Path: "a path"}
 _WORDS |= {int: "an integer of at most 64 bits", Callable: "a function"}
+_NAMED: dict[str, str] = {  # classes that this module does not import
+    "LpBall": "a threat model such as otad.L2(0.5)",
+    "Tensor": "a torch.Tensor (dense and real, on a device such as cpu)",
+    "OTAD": "an OTAD model",
+    "Estimator": "an OTADClassifier or OTADRegressor",
+}
+_REMEDIES = (  # a word in what was expected, the module of what came, and what to do
+    ("DataLoader", "torch.utils.data.dataset", "give a DataLoader of it"),
+    ("OTADClassifier", "sklearn.pipeline", "give its last step and transformed inputs"),
+)
 _PATHS = (Path, Path | None)
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 _NO_MEMORY = ("can't allocate memory", "Storage size calculation overflowed")
@@ -119,7 +129,10 @@ def check_options(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 
 def _check(name: str, value: Any, hint: Any) -> None:
     if not _fits(value, hint):
-        raise InputError(f"{name}: expected {_words(hint)}, got {_shown(value)}")
+        expected, modules = _words(hint), {base.__module__ for base in type(value).__mro__}
+        fitting = (do for word, module, do in _REMEDIES if word in expected and module in modules)
+        got = ": ".join([_shown(value), *fitting])
+        raise InputError(f"{name}: expected {expected}, got {got}")
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -195,12 +208,10 @@ def _words(hint: Any) -> str:
         return _WORDS[kind]
     inner = ", ".join("..." if part is Ellipsis else _words(part) for part in parts)
     name = _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
-    if name == "LpBall":
-        name = "a threat model such as otad.L2(0.5)"
-    elif kind is tuple and parts and Ellipsis not in parts:
+    if kind is tuple and parts and Ellipsis not in parts:
         return f"a tuple ({inner})"
-    elif name == "Tensor":
-        name = "a torch.Tensor, dense and real, on a device such as cpu"
+    if name in _NAMED:
+        name = _NAMED[name]
     elif getattr(kind, "__module__", "").startswith("torch.nn"):
         name = f"an nn.{name}" + " with a forward method" * (name == "Module")
     said = parts and isinstance(parts[0], type) and parts[0] is not Any

@@ -11,6 +11,7 @@ import pytest
 import torch
 from factories import model, net, points, refuses
 from sklearn.exceptions import NotFittedError
+from sklearn.pipeline import make_pipeline
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -158,7 +159,7 @@ def test_estimators_are_explained_like_their_modules(fitted: Any) -> None:
             assert [it.index for it in one.neighbors] == [it.index for it in other.neighbors]
             assert torch.equal(one.inputs, other.inputs)
             assert one.feature_names == other.feature_names
-    refuses(otad.explain, net(), x, match="model: expected OTAD")
+    refuses(otad.explain, net(), x, match="model: expected an OTAD model or an OTADC")
 
 
 def test_one_attack_in_batches(fitted: Any) -> None:
@@ -207,12 +208,16 @@ def test_data_that_does_not_fit_is_refused(fitted: Any, monkeypatch: pytest.Monk
     refuses(converted, made, [[1, 2], [3]], match="x: expected an array")
     refuses(converted, made, np.array([["a"]]), match="x: expected numbers")
     refuses(converted, made, "text", match="x: expected ")
-    refuses(converted, made, x.to_sparse(), match="x: expected a torch.Tensor, dense")
+    refuses(converted, made, x.to_sparse(), match=r"x: expected a torch.Tensor \(dense")
     with pytest.raises(NotFittedError):
         otad.certify(OTADClassifier(), x)
-    refuses(converted, object(), x, match="model: expected .*Estimator, got object")
+    refuses(converted, object(), x, match="model: expected .*OTADRegressor, got object")
     refuses(otad.certify, net(), x, match="model: expected an OTAD model, or .* without one")
-    loader = DataLoader(TensorDataset(x, x[:, 0]), batch_size=2)
+    steps = make_pipeline(estimator)
+    refuses(otad.evaluate, steps, frame, labels, THREAT, match="got Pipeline: give its last step")
+    dataset = TensorDataset(x, x[:, 0])
+    refuses(otad.defend, net(), dataset, match="x: .*got TensorDataset: give a DataLoader of it")
+    loader = DataLoader(dataset, batch_size=2)
     refuses(converted, made, loader, x, match="y: expected None")
     refuses(converted, made, DataLoader(TensorDataset(x, x, x)), match="x: .*3|Tensor.*Tensor")
     refuses(converted, made, DataLoader([]), match="x: .*none")
