@@ -176,6 +176,14 @@ def test_a_card_of_the_users_own_is_not_replaced(tmp_path: Path, content: str | 
     assert (tmp_path / "card.json").read_bytes() == theirs
 
 
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("theirs")
+    for folder in (tmp_path / "file", tmp_path / "file" / "model"):
+        with pytest.raises(InputError, match=r"file: expected a folder, or none, got a file"):
+            model().save(folder)
+    assert (tmp_path / "file").read_text() == "theirs"
+
+
 @pytest.mark.parametrize("note", [object(), float("nan"), {1, 2}, torch.zeros(2)])
 def test_notes_that_are_no_json_leave_the_old_model(folder: Path, note: object) -> None:
     before = {entry: entry.read_bytes() for entry in folder.iterdir()}

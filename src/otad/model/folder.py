@@ -149,7 +149,9 @@ def _owner(card: Mapping[str, Any]) -> str:
 
 
 def refuse_foreign_card(folder: Path) -> None:
-    """Refuse a folder in which card.json is a file of something else."""
+    """Refuse a folder in which card.json is a file of something else, and a file as a folder."""
+    for place in (folder, *folder.parents):
+        require(place.is_dir() or not place.exists(), str(place), "a folder, or none", "a file")
     path, card = folder / CARD, {"format": FORMAT}
     if path.exists():
         try:
