@@ -188,6 +188,15 @@ def test_description_and_json(kind) -> None:
     assert json.loads(json.dumps(ball.to_dict())) == kind(0.5, (0.25, 0.75)).to_dict()
 
 
+@BOTH
+def test_arrays_and_lists_become_tensors(kind) -> None:
+    ball = kind(1.0, scale=np.array([2.0, 3.0]), mutable=[True, False])
+    expected = kind(1.0, scale=torch.tensor([2.0, 3.0]), mutable=torch.tensor([True, False]))
+    x = torch.zeros(1, 2)
+    assert torch.equal(ball.project(x + 9, x), expected.project(x + 9, x))
+    assert ball.to_dict() == expected.to_dict()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -200,7 +209,10 @@ def test_description_and_json(kind) -> None:
         ({"bounds": (0.0,)}, "bounds: .*0.0,"),
         ({"scale": torch.tensor([1.0, 0.0])}, "scale: .*positive.*mutable"),
         ({"scale": torch.tensor([1.0, math.nan])}, "scale: .*finite"),
+        ({"scale": torch.ones(2).to_sparse()}, "scale: .*Tensor.*sparse"),
+        ({"scale": ["a", "b"]}, "scale: expected an array of numbers"),
         ({"mutable": torch.ones(2)}, "mutable: .*bool.*float32"),
+        ({"mutable": [1, 0]}, "mutable: .*bool.*int64"),
         # These do not fit the inputs.
         ({"scale": torch.ones(3)}, r"scale: .*\(2,\).*\(3,\)"),
         ({"mutable": torch.ones(2, 1, dtype=torch.bool)}, "mutable: .*shape"),

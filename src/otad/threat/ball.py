@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from otad.checks import check_bounds, check_broadcast, check_finite, check_shape, require
+from otad.arguments import check_options
+from otad.checks import check_bounds, check_broadcast, check_finite, check_shape, refusing, require
 from otad.threat.one_hot import check_groups, is_one_hot, switched
 
 FIRST_SHRINK = 2.0**-22  # of a step that rounding has carried out of the ball
@@ -32,11 +34,11 @@ class LpBall(ABC):
         The radius, at least 0.
     bounds : (float, float), optional
         The lowest and highest legal input value. If None, inputs are unbounded.
-    scale : Tensor (*input_shape), optional
+    scale : array (*input_shape), optional
         The unit in which each feature is measured, by default 1. In l-infinity, each feature of a
         table then has its own radius, `eps * scale`. Other shapes are broadcast: (C, 1, 1) has a
         unit for each channel of an image.
-    mutable : Tensor (*input_shape) of bool, optional
+    mutable : array (*input_shape) of bool, optional
         The features that an attacker can change, by default all.
     groups : sequence of sequences of int, optional
         For each categorical feature, the positions of its one-hot columns in a flat input. Exactly
@@ -58,8 +60,8 @@ class LpBall(ABC):
 
     eps: float
     bounds: tuple[float, float] | None = None
-    scale: Tensor | None = None
-    mutable: Tensor | None = None
+    scale: Any = None  # becomes a tensor, like mutable
+    mutable: Any = None
     groups: Sequence[Sequence[int]] | None = None
     unit_name: str = ""
     norm: ClassVar[str]
@@ -71,6 +73,9 @@ class LpBall(ABC):
         object.__setattr__(self, "eps", float(self.eps))
         if self.bounds is not None:
             object.__setattr__(self, "bounds", check_bounds(self.bounds))
+        for name in ("scale", "mutable"):
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _as_tensor(values, name))
         if self.scale is not None:
             check_finite(self.scale, "scale")
             expected = "positive values (features that cannot change belong in `mutable`)"
@@ -353,6 +358,13 @@ class LpBall(ABC):
 def per_row(values: Tensor, like: Tensor) -> Tensor:
     """Return values (n,) in the shape (n,1,...), which broadcasts over `like` (n,*)."""
     return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def _as_tensor(values: Any, name: str) -> Tensor:
+    with refusing(f"{name}: expected an array of numbers or booleans"):
+        found = values if isinstance(values, Tensor) else torch.tensor(np.asarray(values))
+    check_options({name: Tensor}, {name: found})
+    return found
 
 
 def _difference(moved: Tensor, x: Tensor) -> Tensor:
