@@ -157,6 +157,30 @@ def test_steepest_at_any_scale_and_zero(kind, size, generator) -> None:
     assert not ball.steepest(gradient)[3].any()
 
 
+@BOTH
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_projections_at_any_scale(kind, size, bounded, generator) -> None:
+    """Inputs, bounds and eps times a number give the same points times this number."""
+    x = torch.rand(8, 6, generator=generator)
+    moved = x + torch.randn(8, 6, generator=generator)
+    box, large_box = ((0.0, 1.0), (0.0, size)) if bounded else (None, None)
+    usual, ball = kind(0.5, box), kind(0.5 * size, large_box)
+    found = ball.project(size * moved, size * x)
+    assert_close(found / size, usual.project(moved, x))
+    assert bool((ball.distance(found, size * x) <= ball.eps).all())
+    assert_close(ball.clip(size * moved, size * x) / size, usual.clip(moved, x))
+    assert kind(9 * size, (0.0, size)).allows_everything(size * x)
+
+
+@BOTH
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_steepest_in_units_of_any_scale(kind, size, generator) -> None:
+    gradient, scale = torch.randn(8, 4, generator=generator), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    found = kind(1.0, scale=size * scale).steepest(size * gradient)
+    assert_close(found / size, kind(1.0, scale=scale).steepest(gradient))
+
+
 def test_distance_is_infinite_where_an_immutable_feature_moved() -> None:
     ball = L2(1.0, mutable=torch.tensor([True, False]), scale=torch.tensor([2.0, 1.0]))
     moved = torch.tensor([[3.0, 0.0], [0.0, 1e-30]])

@@ -116,7 +116,7 @@ class LpBall(ABC):
         allowed, so that `eps` limits nothing. Immutable features stay as they are."""
         if self.bounds is None:
             return False
-        longest = torch.full_like(x[:1], self.bounds[1] - self.bounds[0])
+        longest = torch.full_like(x[:1], self.bounds[1] - self.bounds[0], dtype=torch.float64)
         length = float(self._length(self._in_units(self._masked(longest), x).flatten(1)))
         return 0 < length <= self.eps
 
@@ -194,7 +194,9 @@ class LpBall(ABC):
         """Return the step of length 1 along which a function with this gradient grows most."""
         if self.groups is not None and self.n_switches == 0:
             return self.without_groups(gradient).steepest(gradient)
-        scaled = self._of_units(self._masked(gradient), gradient)
+        scaled = self._masked(gradient)
+        if self.scale is not None:  # relative units, as scale * gradient could be inf or 0
+            scaled = scaled * (self.scale / self.scale.max()).to(gradient)
         return self._of_units(self._unit(scaled.flatten(1)).view_as(gradient), gradient)
 
     def furthest(self, gradient: Tensor, x: Tensor) -> Tensor:

@@ -37,18 +37,22 @@ class L2(LpBall):
         return math.sqrt(max(0.0, self.eps**2 * (1 - 2.0**-40) - used))  # rounding stays within
 
     def _shorten(self, step: Tensor, room: Tensor | None) -> Tensor:
-        share = (self.eps / self._length(step).clamp_min(1e-30)).clamp_max(1.0)[:, None]
+        if self.eps < torch.finfo(step.dtype).tiny:
+            return torch.zeros_like(step)
+        relative = step / self.eps  # first, as squares of very large or small numbers are inf or 0
+        share = 1 / self._length(relative).clamp_min(1.0)[:, None]
         if room is None:
             return step * share
         # Nearest is min(share * |step|, room) for the largest share <= 1 that fits. It is met from
         # below: features at their bound use less than their part, so the others may use more.
         size, at_bound = step.abs(), torch.zeros_like(step, dtype=torch.bool)
-        size_squares, room_squares = size.square(), room.square()
+        size_squares = relative.square()
+        room_squares = (room / self.eps).clamp_max(1.0).square()  # none at a bound is above eps
         for _ in range(FILLINGS):
             before, at_bound = at_bound, size * share >= room
             if torch.equal(before, at_bound):
                 break
-            left = self.eps**2 - (room_squares * at_bound).sum(1, keepdim=True)
+            left = 1 - (room_squares * at_bound).sum(1, keepdim=True)
             free = size_squares.masked_fill(at_bound, 0.0).sum(1, keepdim=True)
             filled = (left.clamp_min(0.0) / free.clamp_min(1e-30)).sqrt().clamp_max(1.0)
             share = torch.maximum(share, filled)
