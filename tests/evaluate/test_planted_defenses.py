@@ -169,14 +169,16 @@ def test_a_given_stand_in_is_climbed_straight_through() -> None:
 
 
 @pytest.mark.parametrize("kind", [L2, Linf])
-def test_smoothed_differences_are_the_gradient_of_a_linear_map(kind: Any) -> None:
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+def test_smoothed_differences_are_the_gradient_of_a_linear_map(kind: Any, size: float) -> None:
     """On average over many draws, at the bounds of the inputs and for features in other units."""
     weight, mutable = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.ones(6)
     mutable[2] = 0
-    ball = kind(0.3, (0.0, 1.0), scale=torch.tensor([1.0, 2, 1, 1, 0.1, 1]), mutable=mutable.bool())
-    hidden = climbable(lambda at: at.detach() @ weight, torch.full((8, 6), 0.5), ball)
-    at = torch.full((400, 6), 0.5)
-    at[:, 0], at[:, 1] = 0.0, 1.0
+    scale = torch.tensor([1.0, 2, 1, 1, 0.1, 1])
+    ball = kind(0.3 * size, (0.0, size), scale=scale, mutable=mutable.bool())
+    hidden = climbable(lambda at: at.detach() @ weight, torch.full((8, 6), 0.5 * size), ball)
+    at = torch.full((400, 6), 0.5 * size)
+    at[:, 0], at[:, 1] = 0.0, size
     at.requires_grad_()
     (found,) = torch.autograd.grad(hidden(at).sum(), at)
     torch.testing.assert_close(found.mean(0), weight.sum(1) * mutable, rtol=0.1, atol=0.1)

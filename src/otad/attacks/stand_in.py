@@ -18,7 +18,7 @@ SAMPLE = 64  # rows that are tested
 DIRECTIONS = 32  # pairs of steps for a gradient by differences
 WIDTH = 0.5  # the length of these steps in eps
 ROWS_AT_ONCE = 1024  # inputs of one call of the keys
-EVERYWHERE = 1e9  # the radius of a ball that shortens no step
+EVERYWHERE = 1e9  # the radius in eps of a ball that shortens no step
 
 Map = Callable[[Tensor], Tensor]
 """Maps inputs (n,*) to keys (n,m), outputs (n,C) or values (n,)."""
@@ -39,11 +39,11 @@ def agreement(keys: Map, x: Tensor, ball: LpBall) -> Tensor:
         return keys(at).reshape(len(at), -1)
 
     with torch.no_grad():
-        before = rows(x)
+        before = rows(x).double()
         change = rows(ball.surface(x, noise)) - before
     size, least = change.norm(dim=1), 8 * torch.finfo(x.dtype).eps * before.norm(dim=1)
     changed = size > least
-    aims = change / size.clamp_min(torch.finfo(x.dtype).tiny)[:, None]
+    aims = (change / size.clamp_min(torch.finfo(x.dtype).tiny)[:, None]).to(x)
     _, gradient = value_and_gradient(lambda at: (rows(at) * aims).sum(1), x)
     broken = ~gradient.flatten(1).isfinite().all(1)
     gradient = gradient.masked_fill(per_row(broken, x), 0.0)
@@ -99,7 +99,7 @@ class _Smoothed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,), (keys, ball, generator) = ctx.saved_tensors, ctx.given
-        legal, free = ball.with_eps(EVERYWHERE), max(1, len(ball.free_features(x)))
+        legal, free = ball.with_eps(EVERYWHERE * ball.eps), max(1, len(ball.free_features(x)))
         unit = x.new_ones(()) if ball.scale is None else ball.scale.to(x)
         unit = unit * (WIDTH * ball.eps / free ** (1 / ball.order))
         products, squares = torch.zeros_like(x), torch.zeros_like(x)
@@ -111,7 +111,7 @@ class _Smoothed(torch.autograd.Function):
             ends = [legal.clip(center + way * step.flatten(0, 1), center) for way in (1, -1)]
             rises = keys(ends[0]) - keys(ends[1])
             rise = (gradients[0] * rises.unflatten(0, shape[:2])).flatten(2).sum(2)
-            step = (ends[0] - ends[1]).unflatten(0, shape[:2])
+            step = (ends[0] - ends[1]).unflatten(0, shape[:2]) / unit
             products += (rise.view(*shape[:2], *[1] * (x.dim() - 1)) * step).sum(0)
             squares += step.square().sum(0)
-        return products / squares.clamp_min(torch.finfo(x.dtype).tiny), None, None, None
+        return products / squares.clamp_min(torch.finfo(x.dtype).tiny) / unit, None, None, None
