@@ -175,6 +175,8 @@ def test_otad_passes_the_checks_of_its_gradients_and_answers(make: Any) -> None:
     assert changed > 0
     assert changes.found.startswith(f"for {changed / len(before):.0%} of {len(before)} examples")
     assert ("points with weight" in changes.found) == (model.scope == "global")
+    none = flags.neighbor_changes(context_of(model, x, y, L2(1e-9)))
+    assert re.match("for 0% of .*attacks may change them", none.found)
 
 
 def test_flat_places_are_reported_and_explained() -> None:

@@ -328,6 +328,8 @@ def neighbor_changes(context: FlagContext) -> tuple[bool, str]:
     found = f"for {share:.0%} of {len(x)} examples, at eps {context.threat.eps:g}"
     if _has_global_map(context.model):
         found += "; here the neighbors are the points with weight"
+    if share == 0 and context.threat.eps > 0:
+        found += "; attacks may change them all the same, as they choose the direction"
     return True, found
 
 
