@@ -86,6 +86,24 @@ def test_random_points_are_of_the_set_and_reach_every_combination(kind, eps, gen
     assert drawn == {tuple(point[1:6].tolist()) for point, _ in reachable(x[0], ball)}
 
 
+@pytest.mark.parametrize(
+    ("frozen", "most", "here"),
+    [([], 2, 2), ([3, 5], 1, 1), ([3], 1, 1), ([1, 4, 5], 0, 0), ([2], 2, 1)],
+)
+def test_categories_that_cannot_switch_cost_nothing(frozen, most, here, generator) -> None:
+    """An input whose own category is frozen, here 2, has fewer switches than others."""
+    mutable = torch.ones(7, dtype=torch.bool)
+    mutable[frozen] = False
+    ball, x = L2(2.0, groups=GROUPS, mutable=mutable), table(1).expand(300, 7)
+    assert ball.n_switches == most
+    assert (f"up to {most} can switch" if most else "none can switch") in ball.describe()
+    drawn = ball.inside(x, generator)
+    stays = (drawn == x)[:, 1:6].all(1)
+    assert float((ball.distance(drawn, x)[stays]).max()) > 1.9
+    share = 1 / (1 + here)  # the number of switches is uniform
+    assert float(stays.double().mean()) == pytest.approx(share, abs=0.15)
+
+
 @pytest.mark.parametrize(("kind", "eps"), CASES)
 def test_the_worst_case_of_a_linear_model_is_found_and_never_exceeded(kind, eps) -> None:
     """With labels right, the largest margin over all combinations is known in closed form."""

@@ -241,8 +241,12 @@ class LpBall(ABC):
         """How many groups can have another category at the same time."""
         if self.groups is None:
             return 0
-        steps = torch.full((1, 2 * len(self.groups)), 1 / self._group_unit(self.groups[0][0]))
-        counts = range(len(self.groups), 0, -1)
+        frozen: set[int] = set()
+        if self.mutable is not None:
+            frozen = {*(~self.mutable).flatten().nonzero()[:, 0].tolist()}
+        free = sum(len({*group} - frozen) > 1 for group in self.groups)
+        steps = torch.full((1, 2 * free), 1 / self._group_unit(self.groups[0][0]))
+        counts = range(free, 0, -1)
         fits = (k for k in counts if float(self._length(steps.double()[:, : 2 * k])) <= self.eps)
         return next(fits, 0)
 
@@ -303,7 +307,8 @@ class LpBall(ABC):
         others = drawn(len(x), x[0].numel()).clamp_min(1e-6) - 2 * x.flatten(1)
         aims, gains = self._switches(others, x.flatten(1))
         rank = drawn(*gains.shape).masked_fill(gains <= 0, 2.0).argsort(1).argsort(1)
-        counts = (drawn(len(x)) * (self.n_switches + 1)).long().clamp_max(self.n_switches)
+        most = (gains > 0).sum(1).clamp_max(self.n_switches)
+        counts = (drawn(len(x)) * (most + 1)).long().minimum(most)
         result = x
         for count in range(self.n_switches + 1):
             start = switched(x, self.groups or (), aims, (rank < count) & (gains > 0))
