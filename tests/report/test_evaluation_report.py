@@ -170,6 +170,27 @@ def test_images_of_eps_are_moved_that_far(attacked: Attacked) -> None:
     assert len(section(evaluation_report(attacked.evaluation), "threat").blocks) == 1
 
 
+@pytest.mark.parametrize(
+    ("free", "size", "changed"),
+    [
+        ([0, 3], "0.707 for each of 2 features", "cannot switch"),
+        ([0, 1, 2], "1 for each of 1 features", "switch as a whole, up to 1 of them"),
+        ([], None, "cannot switch"),
+    ],
+)
+def test_only_features_that_may_change_share_eps(free, size, changed) -> None:
+    mutable = [column in free for column in range(6)]
+    known = by_hand()
+    threat = known.threat | {"mutable": mutable, "groups": [[1, 2]], "scale": [2.0] * 6}
+    x = torch.zeros(10, 6)
+    x[:, 1] = 1.0
+    report = evaluation_report(replace(known, threat=threat), x=x)
+    facts = section(report, "threat").blocks[0].facts
+    assert facts["headline eps"] == (f"1, that is {size} if spread evenly" if size else "1")
+    expected = f"{len(free)} of 6 features; 1 categories (2 columns) {changed}"
+    assert facts["may change"] == expected
+
+
 def test_bars_of_eps_are_the_changes_of_features() -> None:
     changes = {
         "attacked": torch.tensor([[0.1, -0.4, 0.3]]),

@@ -52,8 +52,11 @@ def threat_section(subject: Subject) -> Section:
     evaluation, threat = subject.evaluation, subject.evaluation.threat
     norm, eps, size = str(threat["norm"]), evaluation.headline_eps, f"{evaluation.headline_eps:g}"
     if norm == "l2" and subject.x is not None:
-        n = subject.x[0].numel()
-        size += f", that is {eps / math.sqrt(n):.3g} for each of {n:,} features if spread evenly"
+        flat = subject.x[:1].flatten(1)
+        n = len(subject.ball(torch.Size([-1])).without_groups(flat).free_features(flat))
+        if n:  # features that may change by any amount
+            each = f"{eps / math.sqrt(n):.3g} for each of {n:,} features"
+            size += f", that is {each} if spread evenly"
     inputs, changed = "unbounded", "every feature"
     if bounds := threat.get("bounds"):
         inputs = f"from {bounds[0]:g} to {bounds[1]:g}"
@@ -64,8 +67,8 @@ def threat_section(subject: Subject) -> Section:
         changed = f"{sum(mutable):,} of {len(mutable):,} features"
     if groups := threat.get("groups"):
         columns, most = sum(map(len, groups)), subject.ball(torch.Size([-1])).n_switches
-        changed += f"; {len(groups)} categories ({columns} columns) switch as a whole, "
-        changed += f"up to {most} of them" if most else "for which eps is too small"
+        switch = f"switch as a whole, up to {most} of them" if most else "cannot switch"
+        changed += f"; {len(groups)} categories ({columns} columns) {switch}"
     facts = {
         "distance": NORMS.get(norm, norm),
         "headline eps": size,
