@@ -144,6 +144,21 @@ def test_a_card_tells_models_apart_and_copies_not() -> None:
     assert cards[4]["potential"]["left_out"] == []
 
 
+def test_a_bank_counts_by_its_contents_wherever_it_is(tmp_path: Path) -> None:
+    """A bank that is not resident is no buffer; here it is also in files."""
+    names = []
+    for count, dtype in enumerate((torch.float32, torch.bfloat16)):
+        model = two_sides(points=60, resident=False, bank_dtype=dtype)[0]
+        model.save(tmp_path / f"{count}", shards=1 + count)
+        mapped, resident = (otad.load(tmp_path / f"{count}", resident=it) for it in (False, True))
+        same = [Identity().model(nn.Sequential(it)) for it in (model, mapped, resident)]
+        assert same[0] == same[1] == same[2]
+        names.append(same[0]["fingerprint"])
+    with torch.no_grad():
+        model.bank_features[7] += 1
+    assert len({*names, Identity().model(nn.Sequential(model))["fingerprint"]}) == 3
+
+
 @pytest.mark.parametrize(
     "attack",
     [

@@ -69,6 +69,9 @@ class Identity:
             modules[name] = [type(part).__qualname__, version_of(part), attributes]
             hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
             modules[name] += [self._plain(hook, f"{where}.hook") for hook in hooks]
+            if isinstance(part, OTAD) and not part.resident:  # its bank is no buffer
+                banks = ("bank_inputs", "bank_features", "bank_labels")
+                tensors |= {".".join(filter(None, (name, it))): getattr(part, it) for it in banks}
         self._within.pop()
         return card | {"fingerprint": fingerprint_of(tensors, note=digest_of([card, modules]))}
 

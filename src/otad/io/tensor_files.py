@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from otad.checks import require
 from otad.errors import InputError, OtadError
 from otad.io.codec import parse_json
 from otad.io.files import replacing
-from otad.io.mapped_rows import JoinedRows
+from otad.io.mapped_rows import in_file
 
 FORMAT = "otad-tensors"
 OLD_FORMAT = "otad-checkpoint-1"  # with a checksum of the tensors and the header in its one entry
@@ -126,9 +126,19 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         tensor = tensors[name]
         require(isinstance(tensor, Tensor), name, "a torch.Tensor", type(tensor).__name__)
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        for part in tensor.tensors if isinstance(tensor, JoinedRows) else (tensor,):
+        for part in _parts_of(tensor):
             digest.update(_bytes_of(part.cpu()))
     return digest.hexdigest()
+
+
+def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The rows of a tensor, in blocks if they are in files, so that memory stays small."""
+    if (rows := in_file(tensor)) is None:
+        yield tensor
+        return
+    count = max(1, BLOCK_BYTES // max(1, tensor[:1].nbytes))
+    for start in range(0, len(tensor), count):
+        yield rows.block(start, start + count)
 
 
 def fingerprint_of(
