@@ -6,7 +6,7 @@ import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from attacks.bank_models import first_feature_net
@@ -23,6 +23,7 @@ from otad.model.otad import OTAD
 
 # All but those that repeat attacks with more steps, restarts and eps.
 QUICK_CHECKS = {one: fits for one, fits in CHECKS.items() if one.__name__ != "never_weaker"}
+BATCHES_LEFT: list[int] = []  # their number, if there is a limit
 
 
 class Plane(nn.Module):
@@ -77,16 +78,15 @@ class Blind(Walk):
 
 @dataclass(frozen=True)
 class Wander(Attack):
-    """A random step, so that the seed matters; stops for good after `limit` batches."""
+    """A random step, so that the seed matters; stops for good when no `BATCHES_LEFT`."""
 
     name, family = "wander", "random"
-    limit: ClassVar[list[int]] = []  # how many batches are left, if there is a limit
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        if Wander.limit:
-            if Wander.limit == [0]:
+        if BATCHES_LEFT:
+            if BATCHES_LEFT == [0]:
                 raise KeyboardInterrupt
-            Wander.limit[0] -= 1
+            BATCHES_LEFT[0] -= 1
         return ball.surface(x, generator)
 
 

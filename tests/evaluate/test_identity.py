@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,28 +28,42 @@ SOURCE = """
 class Net(nn.Module):
     "{text}"
     version = {version}
+    offsets = {offsets}
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter({weight} * torch.ones(3))
         self.scale = {scale}
 
-    def forward(self, x):  # {text}
+    @torch.enable_grad()
+    def forward(self, x, power={power}):  # {text}
         "{text}"
-        score = x @ self.weight * self.scale * {factor}
+        score = x @ self.weight * self.scale * {factor} + sum(self.offsets)
         return torch.stack([-score, score], 1)
+
+
+def repeated(count):
+    def decorate(step):
+        def run(self, *given):
+            for _ in range(count):
+                x = step(self, *given)
+            return x
+        return run
+    return decorate
 
 
 class Step(Attack):
     "{text}"
     name, family, version = "step", "random", {attack_version}
+    table = torch.tensor([{entry}])
 
     def __init__(self):
         self._length = {length}
 
-    def run(self, target, x, ball, generator):  # {text}
+    @repeated({count})
+    def run(self, target, x, ball, generator, *, start={start}):  # {text}
         "{text}"
-        return {sign} * (x + self._length)
+        return {sign} * (x + self._length + self.table + start)
 """
 FACTS = {
     "text": "Once.",
@@ -59,6 +74,11 @@ FACTS = {
     "weight": 1,
     "scale": 1,
     "length": 0.1,
+    "offsets": (0, 0),
+    "power": 1,
+    "entry": 0.0,
+    "start": 0.0,
+    "count": 1,
 }
 
 
@@ -76,7 +96,8 @@ def test_an_edited_comment_keeps_the_names_and_all_that_counts_changes_them(tmp_
     assert names_of_batches(tmp_path)
     assert names_of_batches(tmp_path, text="Said in other words.") == set()
     counts = {"version": 2, "attack_version": 2, "weight": 1.5, "scale": 2.0, "length": 0.2}
-    counts |= {"factor": 2.0, "sign": -1}
+    counts |= {"factor": 2.0, "sign": -1, "offsets": (0, 1), "power": 2}
+    counts |= {"entry": 1.0, "start": 1.0, "count": 2}
     for change in [{name: value} for name, value in counts.items()] + [{"shift": 0.01}]:
         assert names_of_batches(tmp_path, **change), change
         assert names_of_batches(tmp_path, **change) == set(), change
@@ -178,11 +199,27 @@ def scaled(factor: float) -> Callable[[Tensor], Tensor]:
     return lambda x: factor * x
 
 
+class Drawing(nn.Module):
+    """Its class has a value without a plain description."""
+
+    generator = torch.Generator()
+
+
+@dataclass(frozen=True)
+class Listed(Walk):
+    """Its `__init__` and `__repr__` hold values without one, which do not count."""
+
+    shares: list[float] = field(default_factory=list)
+
+
 def test_what_has_no_plain_description_is_named() -> None:
     identity = Identity()
-    identity.model(nn.Sequential(nn.ReLU(), Holder(scaled(2.0)), Holder(torch.Generator())))
+    held = Holder(scaled(2.0)), Holder(torch.Generator()), Drawing()
+    identity.model(nn.Sequential(nn.ReLU(), *held))
     identity.attack(MetricAttack(metric=scaled(2.0)))
-    places = ["model.1._value (function)", "model.2._value (Generator)", "metric.metric (function)"]
+    identity.version(Listed(), "listed")
+    places = ["model.1._value (function)", "model.2._value (Generator)"]
+    places += ["model.3.generator (Generator)", "metric.metric (function)"]
     assert identity.unknown == places
 
 

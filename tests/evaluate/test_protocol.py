@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from evaluate import small
 from evaluate.small import Plane, Slant, Walk, Wander, plane_data, run_plane, timeless, two_sides
 from factories import refuses
 from safetensors.torch import load_file
@@ -99,10 +100,10 @@ def test_a_run_killed_after_any_batch_ends_with_the_same_record(
     files = sorted(path.name for path in (tmp_path / "whole" / "parts").iterdir())
     for batches in (0, 1, 4, 9):
         folder = tmp_path / str(batches)
-        monkeypatch.setattr(Wander, "limit", [batches])
+        monkeypatch.setattr(small, "BATCHES_LEFT", [batches])
         with pytest.raises(KeyboardInterrupt):
             run_plane(attacks=attacks, folder=folder)
-        monkeypatch.setattr(Wander, "limit", [])
+        monkeypatch.setattr(small, "BATCHES_LEFT", [])
         again = run_plane(attacks=attacks, folder=folder)
         assert timeless(again) == timeless(whole)
         assert sorted(path.name for path in (folder / "parts").iterdir()) == files
@@ -112,7 +113,7 @@ def test_a_run_killed_after_any_batch_ends_with_the_same_record(
 
 def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run_plane(attacks=[Wander()], folder=tmp_path)
-    monkeypatch.setattr(Wander, "limit", [0])
+    monkeypatch.setattr(small, "BATCHES_LEFT", [0])
     again = run_plane(attacks=[Wander()], folder=tmp_path)
     assert timeless(again) == timeless(whole)
     assert [one.seconds for one in again.attacks] == [one.seconds for one in whole.attacks]
@@ -146,7 +147,7 @@ def test_other_arguments_do_not_meet_old_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
 ) -> None:
     run_plane(attacks=[Wander()], folder=tmp_path)
-    monkeypatch.setattr(Wander, "limit", [0])
+    monkeypatch.setattr(small, "BATCHES_LEFT", [0])
     with pytest.raises(KeyboardInterrupt):
         run_plane(**({"attacks": [Wander()], "folder": tmp_path} | change))
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from attacks.bank_models import SHAPE, keyed_model, tiles
+from evaluate import small
 from evaluate.small import (
     QUICK_CHECKS,
     Plane,
@@ -265,7 +266,7 @@ def sides(**options: Any) -> dict[str, Any]:
 )
 def test_wrong_arguments_are_refused(change: Any, message: str, monkeypatch) -> None:
     """Before any attack is run."""
-    monkeypatch.setattr(Wander, "limit", [0])
+    monkeypatch.setattr(small, "BATCHES_LEFT", [0])
     x, y = plane_data()
     given = {"model": Plane().eval(), "x": x, "y": y, "threat": L2(0.1), "attacks": [Wander()]}
     refuses(evaluate, **given | (change() if callable(change) else change), match=message)

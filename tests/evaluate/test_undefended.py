@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from evaluate import small
 from evaluate.small import Walk, Wander, plane_data, timeless, two_sides
 from torch import Tensor
 
@@ -80,10 +81,10 @@ def test_a_run_killed_on_the_network_or_after_it_resumes(
     model, x, y = two_sides(points=60, examples=20)
     given = {"attacks": [Wander(), Walk((1.0, 0.0))], "flags": False, "batch_size": 7}
     whole = evaluate(model, x, y, L2(0.2), **given)
-    monkeypatch.setattr(Wander, "limit", [batches])  # three of the network, three of the model
+    monkeypatch.setattr(small, "BATCHES_LEFT", [batches])  # three of the network, then three
     with pytest.raises(KeyboardInterrupt):
         evaluate(model, x, y, L2(0.2), folder=tmp_path, **given)
-    monkeypatch.setattr(Wander, "limit", [6 - batches])
+    monkeypatch.setattr(small, "BATCHES_LEFT", [6 - batches])
     again = evaluate(model, x, y, L2(0.2), folder=tmp_path, **given)
     assert timeless(again) == timeless(whole)
 

@@ -1,7 +1,8 @@
 """What a finished batch of an attack depends on: tensors by their contents, settings by value, and
 code by the `version` that a class declares (1 by default). Of a user's own classes and functions
-the code counts too, but not that of what they call: raise `version` when you change it. Batches are
-not saved where an attribute or a hook has no plain description (a lambda)."""
+the code, default arguments, closures and class values count too, but not the code of what they
+call: raise `version` when you change it. Batches are not saved where an attribute, a class value or
+a hook has no plain description (a lambda)."""
 
 from __future__ import annotations
 
@@ -10,8 +11,16 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from inspect import Parameter, Signature
 from pathlib import Path
-from types import CodeType, MethodType, ModuleType
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -31,9 +40,9 @@ from otad.training.checkpoint import stable_repr
 NET, DEFENDED, MAJORITY, MEAN_FEATURE = "net", "otad", "knn_majority", "knn_mean_feature"
 _KINDS = {Backbone: NET, OTAD: DEFENDED, MajorityKnn: MAJORITY, MeanFeatureKnn: MEAN_FEATURE}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_NO_CODE = ("__doc__", "__firstlineno__", "__module__")  # of what a class holds
+_NO_CODE = ("__doc__", "__firstlineno__", "__module__", "_abc_impl")  # of what a class holds
 # Packages whose code is known by a version.
-_NOT_OF_USERS = ("otad", "torch", "builtins", "abc", "typing")
+_NOT_OF_USERS = ("otad", "torch", "builtins", "abc", "typing", "dataclasses", "reprlib")
 
 
 def kind_of(model: nn.Module) -> str:
@@ -54,6 +63,7 @@ class Identity:
     def __init__(self) -> None:
         self.unknown: list[str] = []
         self._within: list[nn.Module] = []  # modules that are being described
+        self._known: dict[Any, str] = {}  # users' classes and functions; at first without contents
 
     def model(self, model: nn.Module, where: str = "model") -> dict[str, Any]:
         """Return what a record says about a model: its kind, its settings and a fingerprint of
@@ -66,7 +76,8 @@ class Identity:
         modules: dict[str, list[Any]] = {}
         for name, part in model.named_modules():
             attributes = self._attributes(part, where, name)
-            modules[name] = [type(part).__qualname__, version_of(part), attributes]
+            version = self.version(part, ".".join(filter(None, (where, name))))
+            modules[name] = [type(part).__qualname__, version, attributes]
             hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
             modules[name] += [self._plain(hook, f"{where}.hook") for hook in hooks]
             if isinstance(part, OTAD) and not part.resident:  # its bank is no buffer
@@ -106,10 +117,12 @@ class Identity:
     def _plain(self, value: Any, where: str) -> Any:
         if value is None or isinstance(value, (bool, int, float, str)):
             return to_plain(value)
-        if isinstance(value, (torch.dtype, torch.device, Path, Enum)):
+        if isinstance(value, (torch.dtype, torch.device, Path, Enum, Signature, Parameter)):
             return str(value)
         if isinstance(value, (list, tuple)):
             return [self._plain(item, f"{where}[{k}]") for k, item in enumerate(value)]
+        if isinstance(value, (set, frozenset)):
+            return sorted(str(self._plain(item, where)) for item in value)
         if isinstance(value, Mapping):
             return {str(k): self._plain(item, f"{where}[{k}]") for k, item in value.items()}
         if isinstance(value, Tensor):
@@ -122,46 +135,82 @@ class Identity:
             card = self.model(value, where)
             return {"class": card["class"], "fingerprint": card["fingerprint"]}
         if isinstance(value, Attack):
-            return {"attack": value.name, "version": version_of(value), **self.attack(value)}
+            version = self.version(value, where)
+            return {"attack": value.name, "version": version, **self.attack(value)}
         if is_dataclass(value) and not isinstance(value, type):
             held = {field.name: getattr(value, field.name) for field in fields(value)}
-            kind = {"class": type(value).__qualname__, "version": version_of(value)}
+            kind = {"class": type(value).__qualname__, "version": self.version(value, where)}
             return {**kind, **self._plain(held, where)}
         if isinstance(value, MethodType):
             return {"method": value.__qualname__, "of": self._plain(value.__self__, where)}
-        if isinstance(value, functools.partial):
+        if isinstance(value, (functools.partial, functools.partialmethod)):
             return [self._plain(part, where) for part in (value.func, value.args, value.keywords)]
+        if isinstance(value, type):
+            return f"{value.__module__}.{value.__qualname__}{self._contents(value, where)}"
         name = getattr(value, "__qualname__", "<stable_repr>")
         owner = getattr(value, "__self__", None)  # that of a built-in function: its module or class
         is_static = owner is None or isinstance(owner, (type, ModuleType))
         if callable(value) and "<" not in name and is_static:
-            return f"{value.__module__}.{name}{_code_of(value)}"
+            return f"{value.__module__}.{name}{self._code(value, where)}"
         self.unknown.append(f"{where} ({type(value).__name__})")
         return stable_repr(value)
 
+    def version(self, thing: object, where: str) -> str:
+        """Return the version that a class declares and, if it is a user's own, a digest of what it
+        holds."""
+        return f"{getattr(type(thing), 'version', 1)}{self._contents(type(thing), where)}"
 
-def version_of(thing: object) -> str:
-    """Return the version that a class declares and, if it is a user's own, a digest of its code."""
-    kinds = (kind for kind in type(thing).__mro__ if _is_of_user(kind))
-    held = [one for kind in kinds for one in vars(kind).items() if one[0] not in _NO_CODE]
-    codes = [f"{key}{_code_of(value)}" for key, value in held]
-    return f"{getattr(type(thing), 'version', 1)}" + (f" {digest_of(codes)}" if codes else "")
+    def _contents(self, kind: type, where: str) -> str:
+        """Return a digest of what a class and its bases hold, as far as they are users' own."""
+        if kind not in self._known:
+            self._known[kind] = ""
+            kinds = (one for one in kind.__mro__ if _is_of_user(one))
+            held = [item for one in kinds for item in vars(one).items() if _counts(*item)]
+            plain = [[name, self._held(value, f"{where}.{name}")] for name, value in held]
+            self._known[kind] = f" {digest_of(plain)}" if plain else ""
+        return self._known[kind]
+
+    def _held(self, value: Any, where: str) -> Any:
+        """Describe a value of a class, a default argument or a closure, which may be a lambda."""
+        value = getattr(value, "fget", value)  # of a property
+        if isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        if isinstance(value, functools.cached_property):
+            value = value.func
+        if isinstance(value, FunctionType):
+            return f"{value.__module__}.{value.__qualname__}{self._code(value, where)}"
+        return self._plain(value, where)
+
+    def _code(self, value: Any, where: str) -> str:
+        """Return a digest of a user's function, its default arguments and its closure."""
+        if not (isinstance(value, FunctionType) and _is_of_user(value)):
+            inner = getattr(value, "__wrapped__", None)  # such as by torch.no_grad()
+            return "" if inner is None else self._code(inner, where)
+        if value not in self._known:
+            self._known[value] = ""
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            full = [one for one in cells if one[0] != "__class__" and one[1] != CellType()]
+            held = {name: cell.cell_contents for name, cell in full} | (value.__kwdefaults__ or {})
+            held |= {f"{place}": it for place, it in enumerate(value.__defaults__ or ())}
+            if value.__name__ == "__init__":  # what it makes is described itself
+                held = {}
+            plain = {name: self._held(it, f"{where}.{name}") for name, it in held.items()}
+            code = _plain_code(value.__code__, value.__doc__)
+            self._known[value] = f" {digest_of([code, plain])}"
+        return self._known[value]
 
 
 def _is_of_user(thing: Any) -> bool:
-    return (thing.__module__ or "").partition(".")[0] not in _NOT_OF_USERS
+    """Whether a class or function is; a function may be wrapped in the name of another one."""
+    module = getattr(thing, "__globals__", {}).get("__name__", thing.__module__)
+    return (module or "").partition(".")[0] not in _NOT_OF_USERS
 
 
-def _code_of(value: Any) -> str:
-    """Return a digest of a user's function, or a plain value itself. Others count by name."""
-    value = getattr(value, "fget", value)  # of a property
-    value = getattr(value, "__func__", value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return f" {value!r}"
-    code = getattr(value, "__code__", None)
-    if code is None or not _is_of_user(value):
-        return ""
-    return f" {digest_of(_plain_code(code, value.__doc__))}"
+def _counts(name: str, value: Any) -> bool:
+    """Whether a value of a class does; those of Python itself, such as __slots__, do not."""
+    if name in _NO_CODE or isinstance(value, MemberDescriptorType):
+        return False
+    return callable(value) or not name.startswith("__")
 
 
 def _plain_code(code: CodeType, text: str | None = None) -> list[Any]:

@@ -21,7 +21,7 @@ from otad.attacks import Attack, LpBall
 from otad.attacks.base import blindness
 from otad.attacks.target import Target, seeded
 from otad.errors import InputError
-from otad.evaluate.identity import Identity, generator_for, version_of
+from otad.evaluate.identity import Identity, generator_for
 from otad.evaluate.records import AttackRecord, Findings
 from otad.io.codec import digest_of, from_plain, to_plain
 from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
@@ -31,7 +31,7 @@ from otad.workers import Workers, working
 VERSION = 1  # raise it when the same attack on the same batch would be reported differently
 HALVINGS = 8  # of the way back to the example: distances are exact to 1/256
 
-Described = tuple[Attack, dict[str, Any], Path | None]  # its settings, where batches are saved
+Described = tuple[Attack, str, dict[str, Any], Path | None]  # version, settings, saved where
 
 
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
@@ -124,23 +124,24 @@ class Attacked:
         return float((self.gains if self.is_value else (self.distances > eps).double()).mean())
 
     def described(self, attack: Attack) -> Described:
-        """Return the settings of an attack, before it runs and may note something about itself, and
-        where its batches are saved: nowhere if they could be confused with those of another
-        model or attack."""
+        """Return the version and settings of an attack, before it runs and may note something about
+        itself, and where its batches are saved: nowhere if they could be confused with those of
+        another model or attack."""
         identity = Identity()
-        settings, unknown = identity.attack(attack), [*self._unknown, *identity.unknown]
+        version, settings = identity.version(attack, attack.name), identity.attack(attack)
+        unknown = [*self._unknown, *identity.unknown]
         if self._folder is not None and unknown:
             why = f"without a plain description: {', '.join(unknown)}"
             warnings.warn(f"finished batches are not saved, because of values {why}", stacklevel=4)
-        return attack, settings, None if unknown else self._folder
+        return attack, version, settings, None if unknown else self._folder
 
     def batches(
         self, described: Described, eps: float, rows: Tensor, workers: Workers
     ) -> Iterator[int]:
         """One attack at one eps: yields, at first and after each batch, how many are done."""
-        attack, settings, folder = described
+        attack, version, settings, folder = described
         ball, parts = self.threat.with_eps(eps), dict[int, Part]()
-        identity = [attack.name, version_of(attack), settings]
+        identity = [attack.name, version, settings]
         key = self._common | {"attack": identity, "threat": ball.to_dict()}
         batches = rows.split(self.batch_size) if len(rows) else ()
         paths: dict[int, Path | None] = {}  # of the batches that are not there
