@@ -165,8 +165,23 @@ def test_search_and_map_are_built_once_and_again_for_other_points(
     ours.load_state_dict(other.state_dict())
     ours(QUERIES)
     assert len(built) == 2
-    ours.double()(QUERIES.double())
+    ours.bank_inputs[0] += 0.1
+    ours(QUERIES)
+    ours(QUERIES)
     assert len(built) == 3
+    ours.double()(QUERIES.double())
+    assert len(built) == 4
+
+
+def test_a_search_that_was_given_is_forgotten_when_the_bank_changes_in_place() -> None:
+    ours = model()
+    ours.use_search(TorchSearch(ours.bank_inputs.clone()))
+    assert copy.deepcopy(ours)._given is not None
+    ours.bank_inputs[:] = ours.bank_inputs.flip(0)
+    keys = ours.query_keys(QUERIES)
+    expected = TorchSearch(ours.bank_inputs)(keys, K).indices
+    for one in (copy.deepcopy(ours), ours):
+        assert torch.equal(one.neighbors(keys, K).indices, expected)
 
 
 def test_batches_of_any_size_agree() -> None:

@@ -216,6 +216,12 @@ def in_file(points: Tensor) -> FileRows | JoinedRows | None:
     return rows if rows is not None and rows.changes == points._version else None
 
 
+def changes_of(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place. It is None if it was made in inference mode: torch
+    does not count the changes of these."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def gathered(points: Tensor, indices: Tensor, device: torch.device | None = None) -> Tensor:
     """points[indices] (...,d) for points (N,d), on a device: by default, where they are."""
     device = points.device if device is None else device

@@ -22,7 +22,7 @@ from otad.cip.whole_bank.map import WholeBank
 from otad.cip.whole_bank.potential import BankPotential
 from otad.errors import InputError
 from otad.io.codec import parse_json, to_plain
-from otad.io.mapped_rows import gathered
+from otad.io.mapped_rows import changes_of, gathered
 from otad.io.tensor_files import fingerprint
 from otad.model.bank_module import BankModule
 from otad.model.folder import Block
@@ -269,7 +269,7 @@ class WholeBankAnswerer(Answerer):
         self.smoothness = float(potential.smoothness)
         self.strong_convexity = float(potential.strong_convexity)
         self.sweeps, self.violation = potential.sweeps, potential.violation
-        self._map: tuple[tuple[object, ...], WholeBank] | None = None
+        self._map: tuple[tuple[Tensor, ...], list[int | None], WholeBank] | None = None
 
     @property
     def potential(self) -> BankPotential:
@@ -281,12 +281,13 @@ class WholeBankAnswerer(Answerer):
 
     def whole_bank(self, bank: BankModule) -> WholeBank:
         made_of = bank.bank_inputs, bank.bank_features, self.levels
-        known = self._map
-        if known is None or any(a is not b for a, b in zip(known[0], made_of, strict=True)):
+        changes, known = [changes_of(one) for one in made_of], self._map
+        same = known is not None and all(a is b for a, b in zip(known[0], made_of, strict=True))
+        if known is None or not same or changes != known[1]:
             pricing = "faiss" if bank.search == "faiss" else "exact"
             whole = WholeBank(*made_of[:2], self.potential, pricing=pricing)
-            self._map = known = made_of, whole
-        return known[1]
+            self._map = known = made_of, changes, whole
+        return known[2]
 
     def answer(
         self, bank: BankModule, embedded: Tensor, keys: Tensor, exclude: Tensor | None

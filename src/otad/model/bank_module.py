@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.checks import check_choice, check_shape, check_tensor, require
-from otad.io.mapped_rows import gathered, spread_rows
+from otad.io.mapped_rows import changes_of, gathered, spread_rows
 from otad.model.bank import FeatureBank
 from otad.search.neighbors import FaissSearch, Neighbors, NeighborSearch, Search, TorchSearch
 
@@ -47,6 +47,7 @@ class BankModule(nn.Module):
         self.register_buffer("bank_keys", keys)
         self._searched: tuple[Tensor, Search] | None = None
         self._given: tuple[torch.dtype, Search] | None = None
+        self._seen: tuple[Tensor, int | None] | None = None  # the points, with their changes
 
     @property
     def bank(self) -> FeatureBank:
@@ -74,11 +75,19 @@ class BankModule(nn.Module):
 
     def _search(self) -> Search:
         points = self.bank_points
+        self._forget_if_changed()
         if self._given is not None and self._given[0] == points.dtype:
             return self._given[1]
         if self._searched is None or self._searched[0] is not points:
             self._searched = points, SEARCHES[self.search](points)
         return self._searched[1]
+
+    def _forget_if_changed(self) -> None:
+        """Forget the searches of points that were changed in place since."""
+        points, seen = self.bank_points, self._seen
+        self._seen = points, changes_of(points)
+        if seen is not None and seen[0] is points and seen[1] != self._seen[1]:
+            self._searched = self._given = None
 
     @property
     def searches_exactly(self) -> bool:
@@ -95,7 +104,7 @@ class BankModule(nn.Module):
         rows = spread_rows(len(points), 16)
         apart = float(search(gathered(points, rows), 1).distances.max())
         require(apart == 0, "search", "the points of the bank", f"others, at a distance of {apart}")
-        self._given = points.dtype, search
+        self._given, self._seen = (points.dtype, search), (points, changes_of(points))
 
     def get_extra_state(self) -> Tensor:
         """Return the bank's fingerprint, so that a state dict names the bank it belongs to."""
@@ -113,4 +122,5 @@ class BankModule(nn.Module):
         self._searched = self._given = None  # the points may have changed in place
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_searched": None}  # a copy makes its own search
+        self._forget_if_changed()
+        return self.__dict__ | {"_searched": None, "_seen": None}  # a copy makes its own search
