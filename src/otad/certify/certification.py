@@ -313,7 +313,6 @@ def _assumptions(rules: list[Rule], used: set[str]) -> tuple[str, ...]:
     always = [words for rule in rules for words in rule.assumptions()]
     further = [words for rule in rules if rule.name in used for words in rule.if_used]
     model = rules[0].model
-    searches = model.answerer.rests_on_neighbors or model.abstain_beyond is not None
-    if searches and not model.searches_exactly:
+    if model.answerer.rests_on_neighbors and not model.searches_exactly:
         further.append(APPROXIMATE)
     return (*always, *rules[0].reach.assumptions, *further)

@@ -66,6 +66,9 @@ class Batch:
         require(not bool(bad.any()), "model", "finite outputs", outputs[bad][:1].tolist())
         self.solved = self.trace.solution.status == int(Status.SOLVED)
         self.proved = trace.neighbors.proved  # (B,): else other points may be the neighbors
+        if limit is not None and not (model.answerer.rests_on_neighbors or model.searches_exactly):
+            # A changed input may be near the bank, and yet get no answer, as no point is found.
+            self.proved = torch.zeros_like(self.proved)
 
     def _box(self, low: Tensor, high: Tensor) -> Box:
         """Return the bounds of u, for the embedded inputs `low` and `high` (d,) of both bounds."""
