@@ -4,21 +4,23 @@ This is the only module that imports Ray (extra `cluster`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from otad.arguments import guard
 from otad.checks import check_count
 from otad.errors import OtadError, import_extra
+from otad.io.mapped_rows import block_of
 from otad.io.sharing import Bytes
 from otad.model.bank import FeatureBank
 from otad.model.bank_shards import read_index
-from otad.search.neighbors import Candidates, Search, TorchSearch
+from otad.search.neighbors import WORKING_BYTES, Candidates, Search, TorchSearch
 from otad.search.sharded import ShardedSearch
 
 __all__ = ["RayExecutor", "cluster_search"]
@@ -173,6 +175,9 @@ class _Shard:
     def candidates(self, *asked: Any) -> Candidates:
         return self._search.candidates(*asked)
 
+    def block(self, start: int, stop: int) -> Tensor:
+        return block_of(self._search.points, start, stop).clone()  # a view would be sent whole
+
 
 class RemoteShard(Search):
     """The search of a shard with so many points of dimension `dim`, by a worker."""
@@ -183,13 +188,20 @@ class RemoteShard(Search):
     def __len__(self) -> int:
         return self._points
 
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for indices in torch.arange(self._points).split(max(1, WORKING_BYTES // (8 * self.dim))):
+            ends = int(indices[0]), int(indices[-1]) + 1
+            yield indices, self._result(self.worker.block.remote(*ends))
+
     def candidates(self, queries: Tensor, k: int, size: int, exclude: Tensor) -> Candidates:
         asked = self.worker.candidates.remote(queries.cpu(), k, size, exclude.cpu())
+        return Candidates(*(one.to(queries.device) for one in self._result(asked)))
+
+    def _result(self, asked: Any) -> Any:
         try:
-            found = import_extra("ray", EXTRA).get(asked)
+            return import_extra("ray", EXTRA).get(asked)
         except Exception as error:  # of Ray, which has no class for all of them
             raise OtadError(f"the cluster cannot search a shard: {error}") from error
-        return Candidates(*(one.to(queries.device) for one in found))
 
 
 guard(globals(), __all__)

@@ -21,7 +21,7 @@ from otad.certify.certification import UNPROVED
 from otad.errors import InputError
 from otad.io.mapped_rows import JoinedRows
 from otad.io.sharing import Sharing
-from otad.search import neighbors
+from otad.search import ivf, neighbors
 from otad.search.ivf import IvfSearch, build_lists
 from otad.search.neighbors import Neighbors, Search, TorchSearch
 from otad.search.sharded import ShardedSearch
@@ -213,15 +213,23 @@ def test_a_global_map_that_abstains_by_a_search_that_stops_early_has_no_radius(
         assert not any("stops early" in words for words in found.assumptions)
 
 
-def test_a_search_of_other_points_is_refused(tmp_path: Path, generator) -> None:
+def test_a_search_of_other_points_is_refused(tmp_path: Path, monkeypatch) -> None:
+    for module in (neighbors, ivf):
+        monkeypatch.setattr(module, "WORKING_BYTES", 2**15)  # several blocks
     model = exact("fc")
     points = model.bank_points
+    other, last = points.clone(), len(points) - 2
+    other[last] = other[0]
+    lists = IvfSearch(build_lists(other, tmp_path / "other", cells=5))
     for search, expected in (
         (TorchSearch(points[1:]), "search: expected shape"),
-        (TorchSearch(points + 1), "search: expected the points of the bank"),
+        (TorchSearch(points.flip(0)), "search: expected the points of the bank"),
+        (sharded(other, [3, 9]), rf"the points of the bank, got others, such as in row \[{last}\]"),
+        (lists, rf"the points of the bank, got others, such as in row \[{last}\]"),
     ):
         with pytest.raises(InputError, match=expected):
             model.use_search(search)
+    model.use_search(IvfSearch(build_lists(points, tmp_path / "lists", cells=5)))
     searches: list[list[Search]] = [[], [TorchSearch(points), TorchSearch(points[:, 1:])]]
     for shards in searches:
         with pytest.raises(InputError, match="shards: expected"):

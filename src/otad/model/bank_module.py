@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from otad.checks import check_choice, check_shape, check_tensor, require
-from otad.io.mapped_rows import changes_of, gathered, spread_rows
+from otad.io.mapped_rows import changes_of, gathered
 from otad.model.bank import FeatureBank
 from otad.search.neighbors import FaissSearch, Neighbors, NeighborSearch, Search, TorchSearch
 
@@ -95,15 +95,16 @@ class BankModule(nn.Module):
         return self._given is None or self._search().exact
 
     def use_search(self, search: Search) -> None:
-        """Find neighbors by another search over the same points from now on.
+        """Find neighbors by another search over the same points, which are compared, from now on.
 
         It may be an `IvfSearch`, or a `ShardedSearch` over several machines. It is not saved, and
         not used by a model in another dtype or by what `replace` returns."""
         points = self.bank_points
         check_shape(points, "search", (len(search), search.dim), "of its points, like the bank")
-        rows = spread_rows(len(points), 16)
-        apart = float(search(gathered(points, rows), 1).distances.max())
-        require(apart == 0, "search", "the points of the bank", f"others, at a distance of {apart}")
+        for rows, found in search.blocks():
+            same = (gathered(points, rows) == found.to(points.device)).all(1).cpu()
+            got = f"others, such as in row {rows[~same][:1].tolist()}"
+            require(same.all(), "search", "the points of the bank", got)
         self._given, self._seen = (points.dtype, search), (points, changes_of(points))
 
     def get_extra_state(self) -> Tensor:

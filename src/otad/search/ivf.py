@@ -8,6 +8,7 @@ bound for every cell that was not read, the neighbors are proved to be exact.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,11 @@ class IvfSearch(Search):
     def cells(self) -> int:
         """The number of cells."""
         return len(self._radii)
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        rows = max(1, WORKING_BYTES // (32 * self.dim))
+        for number, indices in enumerate(self._ids.split(rows)):
+            yield indices, block_of(self._points, rows * number, rows * (number + 1))
 
     def candidates(self, queries: Tensor, k: int, size: int, exclude: Tensor) -> Candidates:
         return self._read_all(queries, k, exclude)[0]

@@ -91,6 +91,10 @@ class Search(ABC):
 
         `exclude` (b,) is the index of a point that gets an infinite distance, or -1."""
 
+    @abstractmethod
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield indices (n,) and their points (n,d), in blocks, until each point was given once."""
+
     @torch.no_grad()
     def __call__(self, queries: Tensor, k: int, *, exclude: Tensor | None = None) -> Neighbors:
         """Return the k nearest points of each query (B,d).
@@ -172,6 +176,10 @@ class NeighborSearch(Search):
 
     def __len__(self) -> int:
         return self.points.shape[0]
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for indices in torch.arange(len(self)).split(self._fit(24)):
+            yield indices, block_of(self.points, int(indices[0]), int(indices[-1]) + 1)
 
     @abstractmethod
     def _shortlist(self, x: Tensor, size: int, k: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from itertools import accumulate
 from typing import Any
@@ -57,6 +57,11 @@ class ShardedSearch(Search):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_map": map}  # a copy in another process has no executor
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for start, shard in zip(self._starts, self.shards, strict=True):
+            for indices, points in shard.blocks():
+                yield indices + start, points
 
     def candidates(self, queries: Tensor, k: int, size: int, exclude: Tensor) -> Candidates:
         def ask(start: int, shard: Search) -> Candidates:
