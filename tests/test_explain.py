@@ -286,3 +286,27 @@ def test_a_global_map_is_explained_by_its_support(task: str) -> None:
     assert rough.account.endswith("gap 2.5e-01, which is larger than it should be")
     local = explain(table_model(task)[0], QUERIES)[0]
     assert (local.scope, local.to_dict()["gap"]) == ("local", None)
+
+
+def test_features_are_in_the_order_of_the_means_that_are_shown() -> None:
+    """The first feature is scattered around the query, the second one is off on one side."""
+    model, _ = table_model()
+    one = explain(model, QUERIES[:1], feature_names=NAMES)[0]
+    steps = [[4.0, 1.0, 0.0, 0.0], [-4.0, 1.0, 0.0, 0.0]]
+    points = [
+        replace(it, weight=0.5, inputs=one.inputs + torch.tensor(step))
+        for it, step in zip(one.neighbors, steps, strict=False)
+    ]
+    lines = str(replace(one, neighbors=tuple(points))).splitlines()
+    assert lines[-5].startswith("features that differ most")
+    assert lines[-4].startswith("  [sugar]: ")
+
+
+def test_units_of_features_are_named_only_where_features_are_shown() -> None:
+    model, x = table_model()
+    layers = nn.Sequential(nn.Linear(D, 3), nn.ReLU(), nn.Linear(3, 2))
+    hidden = defend(layers, x, model.bank_labels, inputs="features", n_neighbors=K)
+    for given, shown in ((model, True), (hidden, False)):
+        one = explain(given, QUERIES[:1])[0]
+        for text in (str(one), plain(one.table())):
+            assert ("features in input units" in text) is shown

@@ -261,10 +261,12 @@ class Explanation:
 
     def _features_text(self) -> list[str]:
         """The features that differ most, of the query and of the mean training point."""
-        if self.inputs.dim() != 1 or self.differences is None:
+        if self.inputs.dim() != 1 or self.std is None or self.differences is None:
             return []
         known = torch.stack([it.inputs for it in self.neighbors if it.inputs is not None])
-        mean, order = self._shares() @ known.double(), self._feature_order()
+        mean = self._shares() @ known.double()
+        apart = ((mean - self.inputs.double()) / self.std).abs()
+        order: list[int] = apart.argsort(descending=True, stable=True).tolist()
         lines = ["features that differ most: the query, and the mean training point by weight"]
         for k in order[:N_FEATURES]:
             lines.append(f"  {self._feature_name(k)}: {float(self.inputs[k]):.4g}, {mean[k]:.4g}")
@@ -279,7 +281,8 @@ class Explanation:
 
     @property
     def _units(self) -> list[str]:
-        values = "; features in input units" if self.inputs.dim() == 1 else ""
+        shown = self.inputs.dim() == 1 and self.differences is not None
+        values = "; features in input units" if shown else ""
         return [f"distances between {self.space}{values}"] if self.space else []
 
     def _feature_name(self, k: int) -> str:
