@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -108,6 +109,13 @@ def test_attacks_that_are_weaker_on_the_network_are_flagged(
     assert [one.verdict for one in strong.undefended.flags] == [PASS]
     idle = evaluate(model, x, y, L2(0.0), attacks=[Idle()])
     assert [one.verdict for one in idle.undefended.flags] == [NOT_RUN]
+
+
+def test_a_regression_is_printed_with_its_network_and_its_bound() -> None:
+    model, x, y = two_sides(task="regression", points=60, examples=12)
+    record = evaluate(model, x, y, L2(0.3), attacks=[Straight(points=3)], flags=False)
+    alone, bound = fmean(record.undefended.worst_errors()), fmean(record.certificate.worst_errors)
+    assert f" (undefended {alone:.4g}), certified {bound:.4g}; " in repr(record)
 
 
 def test_models_without_a_network_say_so() -> None:

@@ -243,16 +243,12 @@ class Evaluation:
     format: str = FORMAT
 
     def __repr__(self) -> str:
-        if self.task == "classification":
-            clean = len(self.clean_right) / self.n
-            found = f"clean {clean:.1%}, worst case {self.worst_case_accuracy:.1%}"
-            if self.undefended is not None:
-                found += f" (undefended {self.undefended.worst_case_accuracy:.1%})"
-            if (proved := self.certified_accuracy(self.headline_eps)) is not None:
-                found += f", certified {proved.value:.1f}%"
-        else:
-            found = f"mean error {fmean(self.clean_errors):.4g} without attack, "
-            found += f"{fmean(self.worst_errors()):.4g} in the worst case"
+        eps, alone, right = self.headline_eps, self.undefended, self.task == "classification"
+        what, form = ("clean", ".1%") if right else ("mean error", ".4g")
+        found = f"{what} {self._clean():{form}}, worst case {self._worst(eps):{form}}"
+        found += "" if alone is None else f" (undefended {alone._worst(eps):{form}})"
+        if (proved := self._proved(eps)) is not None:
+            found += f", certified {proved:{form}}"
         sizes = f"{self.n} examples, {self.threat['norm']} eps {self.headline_eps:g}"
         bounds = self.threat.get("bounds")
         sizes += ", inputs {}".format("in [{:g}, {:g}]".format(*bounds) if bounds else "unbounded")
@@ -343,38 +339,37 @@ class Evaluation:
 
     def figures(self, model: str) -> Figures:
         """Return the figures for the model card of the model with this digest."""
-        alone = self.undefended
-        right = self.task == "classification"
-        count = self.verdicts
+        alone, count = self.undefended, self.verdicts
         return Figures(
             model=model,
-            measure="accuracy" if right else "mean absolute error",
+            measure="accuracy" if self.task == "classification" else "mean absolute error",
             rows=self.n,
             norm=str(self.threat["norm"]),
             unit=str(self.threat.get("unit_name", "")),
             eps=self.eps,
-            clean=len(self.clean_right) / self.n if right else fmean(self.clean_errors),
-            worst=self._worst_figures(),
-            undefended=() if alone is None else alone._worst_figures(),
-            proved=self._proved_figures(),
+            clean=self._clean(),
+            worst=tuple(map(self._worst, self.eps)),
+            undefended=() if alone is None else tuple(map(alone._worst, alone.eps)),
+            proved=() if self.certificate is None else tuple(map(self._proved, self.eps)),
             attacks=tuple(dict.fromkeys(one.attack for one in self.attacks)),
             checks=count[PASS] + count[FAIL],
             failed_checks=count[FAIL],
         )
 
-    def _worst_figures(self) -> tuple[float, ...]:
-        if self.task == "classification":
-            return tuple(self.worst_case(eps).value / 100 for eps in self.eps)
-        return tuple(fmean(self.worst_errors(eps)) for eps in self.eps)
+    def _clean(self) -> float:
+        """The accuracy from 0 to 1 or, in regression, the mean error, as in the next two."""
+        right = self.task == "classification"
+        return len(self.clean_right) / self.n if right else fmean(self.clean_errors)
 
-    def _proved_figures(self) -> tuple[float | None, ...]:
-        if self.certificate is None:
-            return ()
-        if self.task == "classification":
-            scores = [self.certified_accuracy(eps) for eps in self.eps]
-            return tuple(None if one is None else one.value / 100 for one in scores)
-        bound = fmean(self.certificate.worst_errors) if self.certificate.worst_errors else None
-        return tuple(bound if eps == self.headline_eps else None for eps in self.eps)
+    def _worst(self, eps: float) -> float:
+        right = self.task == "classification"
+        return self.worst_case(eps).value / 100 if right else fmean(self.worst_errors(eps))
+
+    def _proved(self, eps: float) -> float | None:
+        if (share := self.certified_accuracy(eps)) is not None:
+            return share.value / 100
+        bounds = None if self.certificate is None else self.certificate.worst_errors
+        return fmean(bounds) if bounds and eps == self.headline_eps else None
 
     def write(self, path: Path) -> None:
         """Write the evaluation to a JSON file."""
