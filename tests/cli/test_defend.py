@@ -68,7 +68,7 @@ def test_a_global_map(workshop: Path, digits: Dataset) -> None:
     less = f"{0.99 * model.smoothness:.4f}"
     shown = terminal.text(*arguments, "--out", "less", "--smoothness", less)
     left_out = otad.load("less").potential.left_out.tolist()
-    assert f"{len(left_out)} points that contradict others: rows {left_out[0]}" in shown
+    assert f"{len(left_out)} points that contradict others: row {left_out[0]}" in shown
     assert f"L = {float(less):.4g}, " in shown
     assert "sweeps" in shown
     assert "L raised" not in shown

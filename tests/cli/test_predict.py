@@ -276,3 +276,18 @@ def test_files_of_images_are_named() -> None:
     assert tested[0] in shown
     assert terminal.json("explain", "model", "test")["neighbors"][0]["name"] in shown
     terminal.succeed("explain", "model", "test", "--out", "why.png")
+
+
+def test_rows_of_a_table_are_named_by_their_lines(workshop: Path, body_model: otad.OTAD) -> None:
+    rows = {f"line {k}": row for k, row in enumerate(read_csv(workshop / "body.csv"), 2)}
+    noted = body_model.notes["train_names"]
+    x = torch.tensor([[float(rows[name][it]) for it in BODY] for name in noted])
+    torch.testing.assert_close(body_model.bank_inputs, body_model.backbone.embed(x))
+    record = terminal.json("explain", workshop / "body-model", "test", "--row", 3)
+    terminal.succeed("predict", workshop / "body-model", "test", "--out", "p.csv")
+    tested = column("p.csv", "row")
+    assert {*tested, *noted} == {*rows}
+    assert record["name"] == tested[3]
+    for it in record["neighbors"]:
+        assert it["name"] == noted[it["index"]]
+    assert column("p.csv", "nearest")[3] == record["neighbors"][0]["name"]

@@ -227,3 +227,9 @@ def test_the_width_is_that_of_the_input_where_there_are_enough_rows() -> None:
     assert usual_width((1, 28, 28), 480) == 480
     assert usual_width((3, 28, 28), 10**6) == 1024
     assert (usual_width((11,), 20), usual_width((400,), 20)) == (11, 64)
+
+
+def test_a_table_with_one_feature_is_no_folder_of_gray_images(workshop: Path) -> None:
+    reading = ("--target", "progression", "--task", "regression", "--features", "bmi")
+    result = terminal.succeed("train", workshop / "body.csv", *reading, "--out", "net", *QUICK)
+    assert "gray" not in result.stderr

@@ -146,7 +146,7 @@ def test_gray_folders_have_one_channel_whatever_their_files_say(tmp_path: Path) 
     levels = torch.cat([dataset.train_x, dataset.test_x])[:, 0, 0, 0].sort().values * 255
     torch.testing.assert_close(levels, torch.arange(5.0, 165.0, 20.0))
     assert load_image_folder(tmp_path, channels=3).input_shape == (3, 6, 6)
-    kept = Path(dataset.train_files[0])
+    kept = Path(dataset.train_names[0])
     Image.new("RGB", (6, 6), (200, 0, 0)).save(tmp_path / kept)
     assert load_image_folder(tmp_path).input_shape == (3, 6, 6)
     red = load_image_folder(tmp_path, channels=1).train_x[0, 0, 0, 0] * 255

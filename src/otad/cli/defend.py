@@ -13,9 +13,10 @@ from otad.checks import check_choice, check_device, require
 from otad.cli import options as opt
 from otad.cli.console import describe_counts, describe_quantiles, remark, show
 from otad.cli.outputs import check_out
-from otad.cli.sources import TrainedNet, bank_files, bank_part, describe_data, refuse_overwriting
+from otad.cli.sources import TrainedNet, bank_names, bank_part, describe_data, refuse_overwriting
 from otad.data import Dataset
 from otad.evaluate.identity import DEFENDED, NET
+from otad.explain.explaining import names_of_points
 from otad.model import defend as building
 from otad.model.answerer_options import solver_for
 from otad.model.folder import CARD, refuse_foreign_card
@@ -143,8 +144,8 @@ def build_model(
         model = building.defend(net, x, y, bank_dtype=dtype, **options)
     if "defense" in model.notes:
         remark(f"note: {model.notes['defense']['says']}")
-    if files := bank_files(dataset, per_class, seed):
-        model.notes["train_names"] = files
+    if names := bank_names(dataset, per_class, seed):
+        model.notes["train_names"] = names
     return model
 
 
@@ -177,10 +178,9 @@ def _facts(assessment: Assessment, model: OTAD) -> dict[str, str]:
     }
     if (potential := model.potential) is not None:
         left_out = potential.left_out.tolist()
-        rows = ", ".join(map(str, left_out[:5])) + (", ..." if len(left_out) > 5 else "")
-        reported = (
-            f"{len(left_out)} points that contradict others: rows {rows}" if left_out else "none"
-        )
+        names = names_of_points(model) or [f"row {row}" for row in range(len(model.bank_labels))]
+        rows = ", ".join(names[row] for row in left_out[:5]) + ", ..." * (len(left_out) > 5)
+        reported = f"{len(left_out)} points that contradict others: {rows}" if left_out else "none"
         return facts | {"left out": reported}
     facts["L raised"] = f"{assessment.share_raised:.1%} of the test rows"
     marks = {"median": "median", "90%": "quantile_90", "most": "most"}

@@ -34,7 +34,7 @@ ROUNDING = 0.01  # how far a bank in half precision may leave the range of its i
 
 @dataclass(frozen=True, eq=False)
 class InputRows:
-    """Inputs of a model, read a few at a time. `names` has the number or the file of each row.
+    """Inputs of a model, read a few at a time. `names` has the number, line or file of each row.
     `read(rows)` returns inputs (B,*input_shape). `targets(name)` returns targets (N,) from the
     column or array of that name, by default the one trained on; None if it is missing."""
 
@@ -144,7 +144,7 @@ def _test_part(model: Described, data_dir: Path | None) -> InputRows:
     unchanged = dataset.fingerprint() == note.fingerprint
     expected = f"{note.choice.data!r} as it was when the model was made"
     require(unchanged, "input", expected, "changed data, which may contain training points")
-    return _from_tensor(model, dataset.test_x, lambda name: dataset.test_y, dataset.test_files)
+    return _from_tensor(model, dataset.test_x, lambda name: dataset.test_y, dataset.test_names)
 
 
 def _table(model: Described, path: Path) -> InputRows:
@@ -262,10 +262,10 @@ def _from_tensor(
     model: Described,
     x: Tensor,
     targets: Callable[[str | None], Tensor | None],
-    files: tuple[str, ...] = (),
+    names: tuple[str, ...] = (),
 ) -> InputRows:
-    names, dtype = tuple(map(str, range(len(x)))), model.backbone.mean.dtype
-    return InputRows(files or names, lambda rows: x[rows].to(dtype), targets)
+    numbers, dtype = tuple(map(str, range(len(x)))), model.backbone.mean.dtype
+    return InputRows(names or numbers, lambda rows: x[rows].to(dtype), targets)
 
 
 def _trained_on(model: Described, option: str) -> Any:

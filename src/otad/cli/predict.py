@@ -24,6 +24,7 @@ from otad.cli.inputs import InputRows, open_inputs
 from otad.cli.outputs import STDOUT, check_out
 from otad.cli.sources import open_model, training_inputs
 from otad.explain import explain as explain_inputs
+from otad.explain.explaining import names_of_points
 from otad.io.codec import write_json
 from otad.io.files import replacing
 from otad.model.otad import OTAD
@@ -52,11 +53,11 @@ def predict(
     """Predict every row of an input, and list the training point behind each prediction.
 
     A CSV file may have more columns than the model was trained on, in any order. The
-    output has the columns row (its number or file), prediction (empty where the model
-    abstains), probability (empty in regression), nearest (the row of the nearest
-    training point in the bank), distance (to this point), smoothness (the L used) and
-    status (solved, raised, ...). In global scope, nearest is the training point with
-    the largest weight.
+    output has the columns row (its number, line or file), prediction (empty where the
+    model abstains), probability (empty in regression), nearest (the line or file of the
+    nearest training point, or its row in the bank), distance (to this point),
+    smoothness (the L used) and status (solved, raised, ...). In global scope, nearest
+    is the training point with the largest weight.
 
     Example: otad predict digits-model test --out predictions.csv
 
@@ -119,10 +120,13 @@ def write_predictions(
 def _answer(model: OTAD, x: Tensor, names: Sequence[str]) -> tuple[Tensor, list[list[str]]]:
     """Return the outputs and the lines of one batch."""
     trace = model.trace(x.to(model.backbone.mean.device))
-    return trace.outputs.cpu(), [*_lines(trace, names, model.notes.get("classes") or ())]
+    classes, points = model.notes.get("classes") or (), names_of_points(model)
+    return trace.outputs.cpu(), [*_lines(trace, names, classes, points)]
 
 
-def _lines(trace: Trace, names: Sequence[str], classes: Sequence[str]) -> Iterator[list[str]]:
+def _lines(
+    trace: Trace, names: Sequence[str], classes: Sequence[str], points: Sequence[str] | None
+) -> Iterator[list[str]]:
     outputs, nearest, solution = trace.outputs, trace.neighbors, trace.solution
     if outputs.dim() == 2:
         largest, labels = outputs.softmax(1).max(1)
@@ -138,7 +142,8 @@ def _lines(trace: Trace, names: Sequence[str], classes: Sequence[str]) -> Iterat
     columns = zip(names, predictions, probabilities, *(c.tolist() for c in found), strict=True)
     for *answer, index, distance, smoothness, status in columns:
         used = "" if math.isnan(smoothness) else f"{smoothness:.6g}"
-        yield [*answer, str(index), f"{distance:.6g}", used, Status(status).name.lower()]
+        point = points[index] if points else str(index)
+        yield [*answer, point, f"{distance:.6g}", used, Status(status).name.lower()]
 
 
 def explain(

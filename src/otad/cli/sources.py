@@ -156,13 +156,13 @@ def bank_part(
     return dataset.train_x[rows], dataset.train_y[rows]
 
 
-def bank_files(dataset: Dataset, per_class: int | None = None, seed: int = 0) -> list[str]:
-    """Return the files of the same rows, where they are known."""
+def bank_names(dataset: Dataset, per_class: int | None = None, seed: int = 0) -> list[str]:
+    """Return the names of the same rows, where they have names."""
     rows = _bank_rows(dataset, per_class, seed)
-    files = dataset.train_files
-    if not files or isinstance(rows, slice):
-        return list(files)
-    return [files[row] for row in rows.tolist()]
+    names = dataset.train_names
+    if not names or isinstance(rows, slice):
+        return list(names)
+    return [names[row] for row in rows.tolist()]
 
 
 def _bank_rows(dataset: Dataset, per_class: int | None, seed: int) -> slice | Tensor:

@@ -140,7 +140,7 @@ def train(
     config = training.recipe(recipe, **changes, seed=seed, device=device)
     check_device(device)
     dataset = choice.load(data_dir)
-    if dataset.train_files and dataset.input_shape[0] == 1:
+    if dataset.train_names and dataset.input_shape[:-2] == (1,):  # images (1, H, W) of a folder
         remark("note: all training images are gray, so they are read with one channel")
     how: dict[str, Any] = {"validation": validation, "kind": net, "max_seconds": max_seconds}
     how |= {"options": opt.given(options, SHAPE), "checkpoint_dir": out, "progress": True}

@@ -67,8 +67,8 @@ class Dataset:
         One name for each feature of a vector.
     preparation : CellPreparation or TableEncoding, optional
         What turned the raw rows into inputs, so that it can be repeated on new rows.
-    train_files, test_files : tuple of str
-        The file of each row, where every row has its own file; else empty.
+    train_names, test_names : tuple of str
+        The name of each row, such as its file or its line in a table; empty if rows have none.
 
     Raises
     ------
@@ -96,8 +96,8 @@ class Dataset:
     bounds: tuple[float, float] | None = None
     feature_names: tuple[str, ...] | None = None
     preparation: Any = field(default=None, repr=False)
-    train_files: tuple[str, ...] = field(default=(), repr=False)
-    test_files: tuple[str, ...] = field(default=(), repr=False)
+    train_names: tuple[str, ...] = field(default=(), repr=False)
+    test_names: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if self.bounds is not None:
@@ -147,9 +147,9 @@ class Dataset:
         target = torch.int64 if self.task == "classification" else x.dtype
         check_tensor(y, named_y, "N", dtypes=(target,))
         require(len(x) == len(y), named_y, f"{len(x)} targets like {part}_x", len(y))
-        files = getattr(self, f"{part}_files")
-        known = len(files) in (0, len(x))
-        require(known, f"{self.name} {part}_files", f"{len(x)} names, or none", len(files))
+        names = getattr(self, f"{part}_names")
+        known = len(names) in (0, len(x))
+        require(known, f"{self.name} {part}_names", f"{len(x)} names, or none", len(names))
         limits = [(x, named_x, self.bounds)] if self.bounds is not None else []
         if self.task == "classification":
             limits.append((y, named_y, (0, len(self.classes) - 1)))

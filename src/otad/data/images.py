@@ -181,7 +181,7 @@ def load_image_folder(
         read = [(to_gray(x), y) for x, y in read]
     names = tuple((class_labels or {}).get(label, label) for label in classes)
     files = [tuple(path.relative_to(root).as_posix() for path in found) for found, _ in parts]
-    about: dict[str, Any] = {"train_files": files[0], "test_files": files[1], "source": source}
+    about: dict[str, Any] = {"train_names": files[0], "test_names": files[1], "source": source}
     return _dataset(*read, classes=names, name=name or root.name, **about)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,13 +62,24 @@ def split(dataset: Dataset, validation: float = 0.1, seed: int = 0) -> TrainVali
 
 
 def split_rows(
-    x: Tensor, y: Tensor, test_fraction: float, seed: int, *, classes: tuple[str, ...], **about: Any
+    x: Tensor,
+    y: Tensor,
+    test_fraction: float,
+    seed: int,
+    *,
+    classes: tuple[str, ...],
+    names: Sequence[str] = (),
+    **about: Any,
 ) -> Dataset:
     """Make a data set of x (N, ...) and y (N,), with a fraction held out as the test part. Without
-    `classes` it is a regression."""
+    `classes` it is a regression. `names` are those of the N rows, if they have any."""
     task: Task = "classification" if classes else "regression"
     kept, held = holdout(y, test_fraction, seed, task=task)
     parts = x[kept], y[kept], x[held], y[held]
+    if names:
+        about["train_names"], about["test_names"] = (
+            tuple(names[row] for row in rows.tolist()) for rows in (kept, held)
+        )
     return Dataset(about.pop("name"), *parts, task=task, classes=classes, **about)
 
 

@@ -55,7 +55,7 @@ class Table:
     rows : tuple of tuples of str
         The cells.
     lines : tuple of int
-        The line of each row in the file, for error messages.
+        The line of each row in the file, where the header is line 1.
 
     Examples
     --------
@@ -72,7 +72,7 @@ class Table:
     path: Path
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    lines: tuple[int, ...]  # of each row in the file, for error messages
+    lines: tuple[int, ...]
 
     def texts(self, column: str) -> list[str]:
         """Return the cells of one column; an empty cell is refused."""
@@ -170,7 +170,8 @@ def load_csv(
     r"""Make a data set of a CSV file with a header.
 
     Values stay in their own units. Columns of text become one-hot columns, and missing numbers
-    become the median with a further column that marks them.
+    become the median with a further column that marks them. Rows are named by their lines in the
+    file, such as "line 2" for the first one.
 
     Parameters
     ----------
@@ -227,6 +228,7 @@ def load_csv(
     about["feature_names"] = encoding.feature_names
     about["preparation"] = None if encoding.is_plain else encoding
     x, y = in_working_dtype(encoding.encode(table.cells(encoding.names), table.where), y)
+    about["names"] = [f"line {line}" for line in table.lines]
     return split_rows(x, y, test_fraction, seed, classes=classes, **about)
 
 

@@ -53,7 +53,7 @@ def explain(
         The training inputs of the bank. They are needed to show training points only if the network
         does more than normalize and flatten its inputs.
     names, train_names : sequence of str, optional
-        Names of the inputs (n) and of the training points (N), such as their files. If
+        Names of the inputs (n) and of the training points (N), such as files or lines. If
         `train_names` is None, the names that the model was saved with.
 
     Returns
@@ -88,9 +88,9 @@ def explain(
     with torch.no_grad():
         trace = model.trace(x)
     asked = _names(names, "names", len(x))
-    known = _names(
-        _noted(model) if train_names is None else train_names, "train_names", len(model.bank_labels)
-    )
+    known = names_of_points(model)
+    if train_names is not None:
+        known = _names(train_names, "train_names", len(model.bank_labels))
     inputs = None if train_x is None else like_inputs(model, train_x, "train_x")
     raw = _raw_inputs(model, trace.neighbors.indices, inputs)
     solution, outputs = trace.solution, trace.outputs.double().cpu()
@@ -150,10 +150,13 @@ def _names(given: Sequence[Any] | None, what: str, count: int) -> list[str] | No
     return list(map(str, given))
 
 
-def _noted(model: OTAD) -> list[Any] | None:
-    """The names of the bank points, unless the bank was replaced by another one."""
+def names_of_points(model: OTAD) -> list[str] | None:
+    """Return the names of the bank points that the model was saved with, unless it has none or its
+    bank was replaced by another one."""
     noted = model.notes.get("train_names")
-    return noted if isinstance(noted, list) and len(noted) == len(model.bank_labels) else None
+    if not isinstance(noted, list) or len(noted) != len(model.bank_labels):
+        return None
+    return list(map(str, noted))
 
 
 def _class_labels(backbone: Backbone, classes: Sequence[Any] | None) -> list[Label] | None:

@@ -57,7 +57,7 @@ class Neighbor:
         What the margin of the explanation (in regression the value) would be if this point had all
         the weight.
     name : str or None
-        Its name, such as a file, where it has one.
+        Its name, such as a file or a line of a table, where it has one.
 
     Examples
     --------
