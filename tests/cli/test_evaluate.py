@@ -313,3 +313,21 @@ def test_progress_is_told_in_lines_without_a_terminal(
     ):
         lines = re.findall("otad: attacking.*, [0-9]+ of [0-9]+", terminal.run(*command).stderr)
         assert 2 < len(lines) <= 11
+
+
+def test_examples_are_named_by_their_rows_in_the_input(
+    workshop: Path, digits_model: otad.OTAD
+) -> None:
+    data, options = workshop / "digits.npz", ("--eps", 4, "--attack", "straight", "--rows", 9)
+    terminal.succeed("evaluate", workshop / "digits-model", data, *options, "--no-flags")
+    found = Evaluation.read(Path("evaluation/evaluation.json"))
+    drawn = torch.tensor([int(name) for name in found.names])
+    x, y = (torch.tensor(np.load(data)[name])[drawn] for name in "xy")
+    with torch.no_grad():
+        right = digits_model(x[:, None].float()).argmax(1) == y
+    assert tuple(right.nonzero().flatten().tolist()) == found.clean_right
+    assert 0 < len(found.clean_right) < 9 == len(drawn)
+    report = Path("evaluation/report.md").read_text(encoding="utf-8")
+    shown = {int(row) for row in re.findall(r"Example (\d+): straight", report)}
+    assert shown
+    assert shown <= {*drawn.tolist()} - {*range(9)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -124,12 +125,14 @@ def evaluate(
     with opt.executor_of(jobs, cluster, device) as executor, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* equal training points")  # `open_examples` said so
         evaluation = evaluate_model(module_of(model), x, y, threat, executor=executor, **how)
+    evaluation = replace(evaluation, names=examples.names)
     if card and defended is not None:
         about = {"interface": defended.interface()}
         note_evaluation(model_dir, evaluation, defended.describe(), **about)
     if out == STDOUT:
         typer.echo(json.dumps(to_plain(evaluation), allow_nan=False))
         raise typer.Exit(0 if evaluation.is_sound else 1)
+    evaluation.write(out / "evaluation.json")  # again, with the names
     title = f"How robust is {model_dir.resolve().name}?"
     named: dict[str, Any] = {"train_x": train_x, "title": title, "source": input}
     report = report_on(evaluation, model, x, y, out, **named)

@@ -200,6 +200,8 @@ class Evaluation:
         Why there is no undefended network, if there is none.
     certificate_within_bounds : CertificateRecord or None
         Radii that hold for inputs within the bounds, if they were asked for.
+    names : tuple of str
+        The row, line or file of each example in the input of `otad evaluate`; else empty.
 
     Examples
     --------
@@ -240,6 +242,7 @@ class Evaluation:
     undefended: Evaluation | None = None
     undefended_reason: str = ""
     certificate_within_bounds: CertificateRecord | None = None
+    names: tuple[str, ...] = ()
     format: str = FORMAT
 
     def __repr__(self) -> str:

@@ -106,8 +106,9 @@ class Subject:
 
     def __post_init__(self) -> None:
         if self.x is not None:
-            n = self.evaluation.n
+            n, names = self.evaluation.n, self.evaluation.names
             require(len(self.x) == n, "x", f"the {n} examples of the record", len(self.x))
+            require(len(names) in (0, n), "names", f"one for each of {n} examples", len(names))
 
     def ball(self, input_shape: torch.Size) -> LpBall:
         known = {name: value for name, value in self.evaluation.threat.items() if value is not None}
@@ -138,7 +139,8 @@ def examples_section(subject: Subject) -> Section | None:
     shown = spread(distances, evaluation.headline_eps, N_ADVERSARIAL) if len(rows) else []
     if not shown:
         return Section("examples", "Adversarial examples", "No adversarial example was found.", [])
-    names = [f"Example {row}: {finder_of(evaluation, row)}" for row in rows[shown].tolist()]
+    known = evaluation.names or range(evaluation.n)
+    names = [f"Example {known[row]}: {finder_of(evaluation, row)}" for row in rows[shown].tolist()]
     lengths = distances[shown].tolist()
     titles = [f"{name}, distance {it:.3g}" for name, it in zip(names, lengths, strict=True)]
     truths = [subject.name_of(truth) for truth in y.cpu()[rows[shown]]]
