@@ -271,7 +271,10 @@ def test_parameters_reach_the_model(capsys) -> None:
         ({"hidden": 0}, "hidden: expected an integer of at least 1, got 0"),
         ({"epochs": 0}, "epochs: expected an integer of at least 1, got 0"),
         ({"device": "abacus"}, "device: expected a device such as 'cpu', got 'abacus'"),
-        ({"validation_fraction": 1.5}, "fraction: expected a number between 0 and 1, got 1.5"),
+        (
+            {"validation_fraction": 1.5},
+            "^validation_fraction: expected a number between 0 and 1, got 1.5",
+        ),
         ({"bounds": (0.0, 1.0)}, r"within the declared bounds \(0.0, 1.0\), got values from"),
     ],
 )

@@ -237,7 +237,8 @@ class OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         parts: tuple[Tensor, ...] = (x, y)
         held_out = x[:0]
         if self.validation_fraction is not None:
-            rows, held = holdout(y, self.validation_fraction, seed, task=self._task)
+            named: Any = {"task": self._task, "name": "validation_fraction"}
+            rows, held = holdout(y, self.validation_fraction, seed, **named)
             held_out = x[held]
             parts = (x[rows], y[rows], x[held], y[held])
         if (quantile := self._given("abstain_beyond")["abstain_beyond"]) is not None:

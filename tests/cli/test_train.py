@@ -138,13 +138,14 @@ def test_an_image_folder() -> None:
         ("digits --genes 5", "test_fraction, got 'genes'"),
         ("images", "images: .*one subfolder for each class"),
         ("sizes", "sizes: .*--size.*2 sizes.*8 x 8"),
+        ("single", "test_fraction: expected at most 0 of the 2 rows, so that each class .*got 1"),
         ("mnist", "--data-dir.*OTAD_DATA"),
         ("digits.npz --optimizer magic", "optimizer: .*sgd, adamw, .*got 'magic'"),
         ("digits.npz --learning-rate 1e6", "learning_rate: "),
         ("digits.npz --device cuda:99", "device: .*'cuda:99'"),
         (" ".join(READING) + " --features age --features age", "features: .*age"),
-        ("digits.npz --validation 1.5", "fraction: .*0 and 1.*1.5"),
-        ("digits.npz --test-fraction 0", "fraction: .*0 and 1"),
+        ("digits.npz --validation 1.5", "validation: .*0 and 1.*1.5"),
+        ("digits.npz --test-fraction 0", "test_fraction: .*0 and 1"),
         ("digits.npz --patch 2", "options: .*'fc_resnet'"),
         ("digits.npz --recipe soup", "recipe: .*'soup'"),
         ("digits.npz --no-normalize", "got --normalize"),
@@ -155,9 +156,10 @@ def test_refusals_leave_no_net(arguments: str, message: str) -> None:
     write_body(Path("body.csv"))
     Path("images").mkdir()
     for number in range(4):
-        path = Path("sizes", str(number % 2), f"{number}.png")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("L", (8, 8 + number // 3)).save(path)
+        for folder in ("sizes", "single") if number < 2 else ("sizes",):
+            path = Path(folder, str(number % 2), f"{number}.png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (8, 8 + number // 3)).save(path)
     Path("typo.csv").write_text('x,y\n1,2\n3,4\n"1,5",6\n')
     assert re.search(message, terminal.refuse("train", *arguments.split(), "--out", "net"))
     assert not Path("net/net.safetensors").exists()

@@ -332,7 +332,7 @@ def load_h5ad(
     cells, labels = cells.rows(wanted), tuple(labels[row] for row in wanted)
     classes = class_names(labels)
     y = encode_labels(labels, classes, label)
-    kept, held = holdout(y, test_fraction, seed, task="classification")
+    kept, held = holdout(y, test_fraction, seed, task="classification", name="test_fraction")
     train, test = cells.rows(kept.tolist()), cells.rows(held.tolist())
     prepare = CellPreparation.fit(train, genes=genes, normalize=normalize)
     parts = prepare(train), y[kept], prepare(test), y[held]

@@ -171,7 +171,7 @@ def load_image_folder(
         parts = [(paths, labels), _scan(test, classes)[1:]]
     else:
         classes, paths, labels = _scan(root)
-        rows = holdout(labels, test_fraction, seed, task="classification")
+        rows = holdout(labels, test_fraction, seed, task="classification", name="test_fraction")
         parts = [([paths[row] for row in part.tolist()], labels[part]) for part in rows]
     if size is None:
         size = common_size([path for found, _ in parts for path in found], root)

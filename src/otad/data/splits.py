@@ -57,7 +57,7 @@ def split(dataset: Dataset, validation: float = 0.1, seed: int = 0) -> TrainVali
     (torch.Size([127, 13]), torch.Size([15, 13]))
     """
     x, y = dataset.train_x, dataset.train_y
-    kept, held = holdout(y, validation, seed, task=dataset.task)
+    kept, held = holdout(y, validation, seed, task=dataset.task, name="validation")
     return TrainValidation(x[kept], y[kept], x[held], y[held])
 
 
@@ -74,7 +74,7 @@ def split_rows(
     """Make a data set of x (N, ...) and y (N,), with a fraction held out as the test part. Without
     `classes` it is a regression. `names` are those of the N rows, if they have any."""
     task: Task = "classification" if classes else "regression"
-    kept, held = holdout(y, test_fraction, seed, task=task)
+    kept, held = holdout(y, test_fraction, seed, task=task, name="test_fraction")
     parts = x[kept], y[kept], x[held], y[held]
     if names:
         about["train_names"], about["test_names"] = (
@@ -83,7 +83,9 @@ def split_rows(
     return Dataset(about.pop("name"), *parts, task=task, classes=classes, **about)
 
 
-def holdout(targets: Tensor, fraction: float, seed: int, *, task: Task) -> tuple[Tensor, Tensor]:
+def holdout(
+    targets: Tensor, fraction: float, seed: int, *, task: Task, name: str = "fraction"
+) -> tuple[Tensor, Tensor]:
     """Choose rows to hold out, of every class in proportion.
 
     Parameters
@@ -96,6 +98,8 @@ def holdout(targets: Tensor, fraction: float, seed: int, *, task: Task) -> tuple
         Determines which rows are chosen.
     task : "classification" or "regression"
         Whether to hold out every class in proportion.
+    name : str
+        What the caller calls the fraction, for error messages.
 
     Returns
     -------
@@ -113,11 +117,14 @@ def holdout(targets: Tensor, fraction: float, seed: int, *, task: Task) -> tuple
     """
     require(targets.dim() == 1, "targets", "one value per row (N,)", tuple(targets.shape))
     total, stratified = len(targets), check_choice(task, "task", TASKS) == "classification"
-    require(0.0 < fraction < 1.0, "fraction", "a number between 0 and 1", repr(fraction))
+    require(0.0 < fraction < 1.0, name, "a number between 0 and 1", repr(fraction))
     held_count = math.ceil(fraction * total - 1e-9)  # 0.07 * 100 is a hair above 7
-    require(held_count < total, "fraction", f"less than all {total} rows", fraction)
+    require(held_count < total, name, f"less than all {total} rows", fraction)
     generator = torch.Generator().manual_seed(seed)
     if stratified:
+        most = total - len(targets.unique())
+        kept = f"at most {most} of the {total} rows, so that each class keeps one for training"
+        require(held_count <= most, name, kept, held_count)
         held = _stratified(targets, held_count, generator)
     else:
         held = torch.randperm(total, generator=generator)[:held_count]
@@ -208,8 +215,6 @@ def _stratified(labels: Tensor, held_count: int, generator: torch.Generator) -> 
     by_remainder = sorted(classes, key=lambda label: take[label] - share[label])
     while (short := held_count - sum(take.values())) > 0:
         roomy = [label for label in by_remainder if take[label] < len(rows[label]) - 1]
-        most = len(labels) - len(classes)
-        require(roomy, "fraction", f"at most {most} rows, so each class keeps one", held_count)
         for label in roomy[:short]:
             take[label] += 1
     return torch.cat([_draw(rows[label], take[label], generator) for label in classes])

@@ -222,7 +222,7 @@ def load_csv(
     if encoding is None:
         cells = table.cells(features)
         texts = [column for column, listed in cells.items() if looks_like_text(listed)]
-        train, _ = holdout(y, test_fraction, seed, task=task)
+        train, _ = holdout(y, test_fraction, seed, task=task, name="test_fraction")
         with naming(str(path)):
             encoding = TableEncoding.fit(cells, texts, train.tolist())
     about["feature_names"] = encoding.feature_names
