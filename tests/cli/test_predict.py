@@ -291,3 +291,9 @@ def test_rows_of_a_table_are_named_by_their_lines(workshop: Path, body_model: ot
     for it in record["neighbors"]:
         assert it["name"] == noted[it["index"]]
     assert column("p.csv", "nearest")[3] == record["neighbors"][0]["name"]
+
+
+def test_inputs_of_another_shape_are_refused_before_anything_is_printed(workshop: Path) -> None:
+    np.savez("small.npz", x=np.zeros((3, 7, 7)))
+    message = terminal.refuse("predict", workshop / "digits-model", "small.npz", "--out", "-")
+    assert "small.npz, x: expected shape (3, 1, 8, 8)" in message

@@ -177,6 +177,7 @@ def _arrays(model: Described, path: Path) -> InputRows:
     if values.dtype == np.uint8 and x.dim() == 4:
         _check_scale(model, f"{path}, x")
     require(len(x), f"{path}, x", "at least one row", "none")
+    x = model.backbone.check_inputs(x.to(model.backbone.mean.dtype), f"{path}, x")
 
     def targets(name: str | None) -> Tensor | None:
         known = name is not None or read_npz(path, (), ("y",))
