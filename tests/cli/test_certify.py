@@ -175,3 +175,13 @@ def test_an_attack_without_limits_is_noted(nearest: Path) -> None:
     for eps, is_noted in ((0.1, False), (8, True)):
         said = terminal.succeed("attack", *given, "--eps", eps).stderr
         assert ("note: threat: eps = 8 allows every input" in " ".join(said.split())) == is_noted
+
+
+def test_bounds_are_asked_for_before_anything_is_certified(
+    digits_model: otad.OTAD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digits_model.backbone.bounds = None
+    digits_model.save("unbounded")
+    monkeypatch.setattr("otad.cli.certify.certify_inputs", None)
+    message = terminal.refuse("certify", "unbounded", "test", "--within-bounds")
+    assert "within_bounds: expected a model with declared bounds, got None" in message

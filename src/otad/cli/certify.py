@@ -12,6 +12,7 @@ from torch import Tensor
 
 from otad.certify import certify as certify_inputs
 from otad.certify import certify_values
+from otad.certify.input_reach import check_bounds
 from otad.checks import require
 from otad.cli import console
 from otad.cli import options as opt
@@ -77,6 +78,7 @@ def certify(
         require(not within_bounds, "--within-bounds", "a classifier", "a regressor")
         prove = _prove_values
     else:
+        check_bounds(model.backbone, within_bounds)
         prove = partial(_prove_classes, threats=(False, True)[: 1 + within_bounds])
     with opt.executor_of(jobs, cluster, device) as executor:
         record, facts, lines = prove(model, examples, radii, options | {"executor": executor})
