@@ -192,3 +192,11 @@ def test_without_its_data_a_model_is_imitated_untested(digits_model: otad.OTAD) 
     result = terminal.succeed("imitate", "model", "--out", "named", *TINY)
     assert "not name its data" in result.stderr
     assert "otad evaluate named INPUT" in " ".join(result.stdout.split())
+
+
+def test_a_model_is_not_written_into_the_folder_of_its_net(workshop: Path) -> None:
+    shutil.copytree(workshop / "digits-net", "net")
+    before = sorted(Path("net").iterdir())
+    message = terminal.refuse("defend", "net", "--out", "./net/../net")
+    assert "out: expected another folder than that of the network" in message
+    assert sorted(Path("net").iterdir()) == before

@@ -102,6 +102,8 @@ def defend(
     if data is not None:
         choice = replace(choice, data=data)
     refuse_overwriting(out, choice.path_from(data_dir))
+    apart = not out.exists() or not out.samefile(net_dir)
+    require(apart, "out", "another folder than that of the network", out)
     refuse_foreign_card(out)
     check_out(out, force, results=[CARD])
     dataset = choice.load(data_dir, trained.about)
