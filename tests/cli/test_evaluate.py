@@ -255,6 +255,10 @@ def test_a_table_with_units_and_immutable_features(
     shown = terminal.text(*command, "--force")
     for text in ("not run: square", "clean mse, defended model", "certified |f - y| at 0.2"):
         assert text in shown
+    report = Path("evaluation/report.md").read_text(encoding="utf-8")
+    assert "clean mse, k-NN by mean value" in shown
+    assert "mean value of the same neighbors" in report
+    assert "majority" not in shown + report
 
 
 def test_training_inputs_a_vision_transformer_hides_are_read_from_its_data(

@@ -193,9 +193,11 @@ def _record(evaluation: Evaluation) -> dict[str, object]:
 
 
 def _facts(evaluation: Evaluation) -> dict[str, str]:
-    alone = evaluation.undefended
+    alone, names = evaluation.undefended, dict(_NAMES)
+    if evaluation.task == "regression":
+        names[MAJORITY] = "k-NN by mean value"
     facts = {
-        f"clean {score.metric}, {_NAMES.get(name, name)}": describe_score(score)
+        f"clean {score.metric}, {names.get(name, name)}": describe_score(score)
         for name, score in evaluation.clean.items()
     }
     for eps in evaluation.eps:

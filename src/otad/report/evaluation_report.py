@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from otad.evaluate.identity import MAJORITY
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, AttackRecord, CertificateRecord, Evaluation
 from otad.report import plots
 from otad.report.eps_picture import eps_blocks
@@ -228,8 +229,11 @@ def _accuracy_after(evaluation: Evaluation, record: AttackRecord) -> Score:
 
 def clean_section(subject: Subject) -> Section:
     evaluation, clean = subject.evaluation, subject.evaluation.clean
-    names = [name for name in dict.fromkeys((*TITLES, *clean)) if name in clean]
-    rows = [(TITLES.get(name, name), clean[name], interval(clean[name])) for name in names]
+    titles = dict(TITLES)
+    if evaluation.task == "regression":
+        titles[MAJORITY] = "mean value of the same neighbors"
+    names = [name for name in dict.fromkeys((*titles, *clean)) if name in clean]
+    rows = [(titles.get(name, name), clean[name], interval(clean[name])) for name in names]
     metric = clean[names[0]].metric if names else "score"
     strong = TITLES["otad"] if "otad" in clean else "model"
     abstained, note = evaluation.model.get("abstained"), ""
