@@ -515,3 +515,19 @@ def test_a_metric_of_another_shape_is_refused_in_words(metric: nn.Module, messag
     x, y = torch.rand(12, 4), torch.arange(12) % 3
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     refuses(otad.defend, net, x, y, n_neighbors=3, metric=metric, match=message)
+
+
+class Dropping(nn.Module):
+    """Drops features in evaluation mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.dropout(self.first(x).relu(), 0.5, True))
+
+
+def test_a_network_that_is_random_is_told() -> None:
+    with pytest.warns(UserWarning, match="net: the network answers the same inputs differently"):
+        otad.defend(Dropping(), *crowded())

@@ -33,6 +33,7 @@ Bounds = tuple[float, float]
 INPUTS = ("auto", "features", "pixels")
 SAMPLE = 32  # inputs by which the head of a network is found
 COMPARED = 1000  # training points whose labels are compared with the answers of a network
+RANDOM_ROWS = 4  # rows that a network answers twice
 ONE_LIPSCHITZ = 2.0  # the smoothness at which a lifted map is 1-Lipschitz
 STEEP = 1e4  # a global map with a larger L certifies next to nothing
 
@@ -169,6 +170,7 @@ def defend(
         )
         if not isinstance(net, Backbone):
             _warn_of_other_labels(backbone, bank)
+            _warn_of_randomness(backbone, rows[:RANDOM_ROWS].to(device))
     keys = None
     if metric is not None:
         with torch.no_grad():
@@ -224,6 +226,16 @@ def _warn_of_other_labels(backbone: Backbone, bank: FeatureBank) -> None:
         says = f"the network gives the labels of {share:.1%} of {len(rows)} training points"
         wrong = "less than by chance: are its classes numbered as in y?"
         warnings.warn(f"y: {says}, {wrong}", stacklevel=6)
+
+
+@torch.no_grad()
+def _warn_of_randomness(backbone: Backbone, x: Tensor) -> None:
+    """Warn if the network answers the same inputs differently, by more than rounding."""
+    first, again = (backbone(x) for _ in range(2))
+    if bool(((first - again).abs() > 1e-3 * first.abs().max()).any()):
+        says = "answers the same inputs differently in evaluation mode"
+        assumed = "attacks and certificates assume that it does not, and a saved model is refused"
+        warnings.warn(f"net: the network {says}; {assumed}", stacklevel=6)
 
 
 @torch.no_grad()
