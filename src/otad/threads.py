@@ -40,14 +40,12 @@ class ProcessWide(Generic[Value]):
                 self._made.__exit__(None, None, None)
 
 
-def run_on_threads(
-    parts: Sequence[Part], work: Callable[[Part], Result], most: int = 0
-) -> list[Result]:
+def run_on_threads(parts: Sequence[Part], work: Callable[[Part], Result]) -> list[Result]:
     """Return the results of `work` on every part, without gradients.
 
     Threads that work on parts of their own do not wait for each other after every operation. There
-    are as many as torch may use, or up to `most` if that is more."""
-    threads = min(max(torch.get_num_threads(), most), len(parts))
+    are as many as torch may use."""
+    threads = min(torch.get_num_threads(), len(parts))
     without_gradients = torch.no_grad()(work)  # every thread has its own setting
     if threads <= 1:
         return [without_gradients(part) for part in parts]
