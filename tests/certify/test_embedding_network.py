@@ -16,7 +16,7 @@ from otad.certify import certify
 from otad.nets import LinfDistNet, OrthogonalNet, feature_lift
 from otad.training import TrainConfig, train
 
-SOFT = {"optimizer": "orthogonal_adam", "loss": "soft_margin", "weight_decay": 0.0}
+SOFT = {"optimizer": "orthogonal_muon", "loss": "soft_margin", "weight_decay": 0.0}
 
 
 @cache

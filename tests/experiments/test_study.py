@@ -59,7 +59,7 @@ data = "digits"
 kind = "orthogonal"
 blocks = 1
 options = { width = 16 }
-train = { epochs = 1, optimizer = "orthogonal_adam", loss = "soft_margin" }
+train = { epochs = 1, optimizer = "orthogonal_muon", loss = "soft_margin" }
 [rows]
 head = { net = "orthogonal", method = "net", certify = { eps = [0.1] } }
 whole = { net = "orthogonal", method = "otad", scope = "global", smoothness = 2.0, unread = 1.0 }

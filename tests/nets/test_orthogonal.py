@@ -12,7 +12,7 @@ from otad.nets.lift import Lift, feature_lift
 from otad.nets.lipschitz import LipschitzNet, norm_bounds
 from otad.nets.orthogonal import orthogonal_weights, retract
 
-SHAPE = (2, 4, 6)
+SHAPE = (2, 4, 8)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -22,39 +22,49 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def moved(net: OrthogonalNet, seed: int = 0) -> OrthogonalNet:
     """The net with positions and biases that are not 0, as after training."""
     with torch.no_grad():
-        for number, weight in enumerate((net.positions, net.biases, net.head.bias)):
+        stages = [part for stage in net.parts for part in (stage.positions, stage.biases)]
+        for number, weight in enumerate((*stages, net.head.bias)):
             weight.add_(0.3 * random(*weight.shape, seed=100 * seed + number))
     return net.eval()
 
 
 def small(seed: int = 0, **options) -> OrthogonalNet:
-    sizes = {"width": 16, "blocks": 3, "mean": 0.4, "std": 0.7} | options
+    sizes = {"width": 16, "blocks": 2, "stages": 2, "mean": 0.4, "std": 0.7} | options
     return moved(OrthogonalNet(SHAPE, 3, seed=seed, **sizes), seed)
 
 
 def slow(net: OrthogonalNet, x: Tensor) -> Tensor:
     """The outputs for one input (C,H,W), pixel by pixel."""
-    channels, height, across = x.shape
-    x, width = (x - net.mean) / net.std, net.width
-    tokens = {}
-    for row in range(height // 2):
-        for column in range(across // 2):
-            square = x[:, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
-            first = square.permute(1, 2, 0).reshape(-1)  # pixels one after another
-            tokens[row, column] = torch.cat([first, first.new_zeros(width - 4 * channels)])
-    part = width // 16
-    for (turn, basis), position, bias in zip(net.matrices, net.positions, net.biases, strict=True):
-        mixed = {place: basis @ (token + position[place]) for place, token in tokens.items()}
-        for row, column in tokens:
-            token, down, right = mixed[row, column].clone(), height // 2, across // 2
-            sources = [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]
-            for group, (above, beside) in enumerate(sources):
-                own = slice(group * part, (group + 1) * part)
-                token[own] = mixed[above % down, beside % right][own]
-            token = turn @ basis.T @ token + bias
-            left, right_half = token[: width // 2], token[width // 2 :]
-            larger, smaller = torch.maximum(left, right_half), torch.minimum(left, right_half)
-            tokens[row, column] = torch.cat([larger, smaller])
+    x = (x - net.mean) / net.std
+    tokens = {(row, column): x[:, row, column] for row in range(4) for column in range(8)}
+    for stage in net.parts:
+        down, right = ((max(places) + 1) // 2 for places in zip(*tokens, strict=True))
+        tokens = {
+            (row, column): torch.cat(
+                [tokens[2 * row + i, 2 * column + j] for i in (0, 1) for j in (0, 1)]
+            )
+            for row in range(down)
+            for column in range(right)
+        }
+        width = stage.biases.shape[1]
+        for place, token in tokens.items():
+            if stage.mixer is None:
+                tokens[place] = torch.cat([token, token.new_zeros(width - len(token))])
+            else:
+                tokens[place] = stage.mixer @ token
+        part, weights = width // 16, (stage.matrices, stage.positions, stage.biases)
+        for (turn, basis), position, bias in zip(*weights, strict=True):
+            mixed = {place: basis @ (token + position[place]) for place, token in tokens.items()}
+            for row, column in tokens:
+                token = mixed[row, column].clone()
+                sources = (row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)
+                for group, (above, beside) in enumerate(sources):
+                    own = slice(group * part, (group + 1) * part)
+                    token[own] = mixed[above % down, beside % right][own]
+                token = turn @ basis.T @ token + bias
+                left, other = token[: width // 2], token[width // 2 :]
+                larger, smaller = torch.maximum(left, other), torch.minimum(left, other)
+                tokens[row, column] = torch.cat([larger, smaller])
     pooled = torch.stack([*tokens.values()]).square().sum(0).sqrt()
     return net.head.weight @ pooled + net.head.bias
 
@@ -75,8 +85,9 @@ def test_no_jacobian_and_no_pair_is_stretched_more_than_stated() -> None:
     jacobians = torch.func.vmap(torch.func.jacrev(lambda one: net.embed(one[None])[0]))(x)
     norms = torch.linalg.matrix_norm(jacobians.flatten(2), 2) * 0.7
     assert 0.8 < norms.max() <= bound.constant
-    before = torch.func.jacrev(lambda one: net._hidden(one)[-2])(random(1, 2, 3, 16))
-    lengths = torch.linalg.svdvals(before.reshape(96, 96))  # all but the pooling is an isometry
+    first = net.parts[0]  # an isometry, as every stage after its mixer
+    before = torch.func.jacrev(lambda one: first(one)[-1])(random(1, 2, 4, 16))
+    lengths = torch.linalg.svdvals(before.reshape(128, 128))
     torch.testing.assert_close(lengths, torch.ones_like(lengths), rtol=1e-6, atol=0)
     for step in (1e-4, 1.0, 10.0):
         other = x + step * random(*x.shape, seed=1)
@@ -84,20 +95,21 @@ def test_no_jacobian_and_no_pair_is_stretched_more_than_stated() -> None:
         run = bound.constant / 0.7 * (other - x).flatten(1).norm(dim=1)
         assert bool((apart <= run).all())
     with torch.no_grad():
-        net.matrices[1, 1] *= 1.5
-    assert net.lipschitz.constant >= 1.5**2
+        first.matrices[1, 1] *= 1.5
+        net.parts[1].mixer *= 2.0
+    assert net.lipschitz.constant >= 2 * 1.5**2
 
 
 def test_rounding_and_hidden_values_are_within_what_is_stated() -> None:
-    net = small(width=64, blocks=12)
-    wide = small(width=64, blocks=12).double()
+    net = small(width=64, blocks=8)
+    wide = small(width=64, blocks=8).double()
     x = 3 * random(200, *SHAPE).float()
     bound, length = net.lipschitz, ((x - 0.4) / 0.7).double().flatten(1).norm(dim=1)
     size = bound.constant * length + bound.offset
     with torch.no_grad():
         error = (net.embed(x).double() - wide.embed(x.double())).norm(dim=1)
-        tokens = torch.zeros(1, 2, 3, 64, dtype=torch.float64)
-        tokens[..., :8] = random(1, 2, 3, 8)
+        tokens = torch.zeros(1, 2, 4, 64, dtype=torch.float64)
+        tokens[..., :8] = random(1, 2, 4, 8)
         hidden = wide._hidden(tokens)
     assert float((error / size).max()) < KEY_ROUNDOFFS / 16 * torch.finfo(torch.float32).eps
     assert max(float(each.norm()) for each in hidden) <= float(tokens.norm()) + bound.offset
@@ -146,7 +158,7 @@ def test_matrices_are_retracted_to_the_nearest_orthogonal_ones() -> None:
         for weight in orthogonal_weights(net):
             weight.add_(0.03 * random(*weight.shape))
     known = [weight.detach().clone() for weight in orthogonal_weights(net)]
-    assert [weight.shape[-2:] for weight in known] == [(16, 16), (3, 16)]
+    assert [weight.shape[-2:] for weight in known] == [(3, 32), (16, 16), (32, 64), (32, 32)]
     for weight in known:
         largest = torch.linalg.matrix_norm(weight, 2)
         assert bool((norm_bounds(weight) >= largest).all())
@@ -176,6 +188,9 @@ def test_unread_directions_shrink_and_outputs_stay() -> None:
 def test_bad_sizes_are_refused() -> None:
     for width in (15, 14, 0, 17):
         refuses(OrthogonalNet, (1, 8, 8), 3, width=width, match="width: expected")
+    for stages in (0, 9, 1.5):
+        refuses(OrthogonalNet, (1, 8, 8), 3, stages=stages, match="stages: expected")
+    refuses(OrthogonalNet, (1, 8, 12), 3, stages=3, match=r"sides that 8 divides, got \(1, 8, 12\)")
     refuses(OrthogonalNet, (8, 8, 8), 3, width=30, match="at least 32 channels, got 30")
     refuses(OrthogonalNet, (1, 8, 8), 40, width=32, match="at least 40 channels")
     refuses(OrthogonalNet, (1, 7, 8), 3, match=r"sides that 2 divides, got \(1, 7, 8\)")

@@ -32,7 +32,7 @@ from otad.training.augmentation import Compose, RandomFlip
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 
 CONFIG = TrainConfig(epochs=3, batch_size=16, learning_rate=0.05, energy_weight=0.01, warmup=1)
-SOFT = replace(CONFIG, energy_weight=0.0, loss="soft_margin", optimizer="orthogonal_adam")
+SOFT = replace(CONFIG, energy_weight=0.0, loss="soft_margin", optimizer="orthogonal_muon")
 VIT = recipe("vit_cifar10", epochs=3, batch_size=16, warmup=1, ema=0.8, energy_weight=1e-4)
 METRIC = MetricConfig(epochs=3, batch_size=16, learning_rate=0.01)
 ATTACKED = replace(METRIC, adversary=Adversary(0.3, steps=2))

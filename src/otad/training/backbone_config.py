@@ -39,7 +39,7 @@ class TrainConfig(InputConfig):
         How often all examples are used, and how many are used at a time.
     learning_rate, optimizer : float, str
         The largest learning rate, and "sgd" or "adamw". Networks of orthogonal matrices need
-        "orthogonal_adam", which is AdamW with steps that keep these matrices orthogonal.
+        "orthogonal_muon", whose steps keep them orthogonal; other weights have AdamW.
     momentum, nesterov : float, bool
         The momentum of SGD, which may be Nesterov's, or the first beta of Adam.
     weight_decay, decay_on : float, str

@@ -12,9 +12,9 @@ from torch import nn
 from otad.checks import check_choice, check_count, require
 from otad.errors import InputError
 from otad.nets.orthogonal import orthogonal_weights
-from otad.training.orthogonal_adam import OrthogonalAdam
+from otad.training.orthogonal_muon import OrthogonalMuon
 
-ORTHOGONAL = "orthogonal_adam"
+ORTHOGONAL = "orthogonal_muon"
 MAX_SEED = 2**64 - 1  # the largest seed of a torch.Generator
 _STEP_AT = (0.5, 0.75)  # shares of the training after which "step" divides the rate by ten
 _UNDECAYED = ("pos_embed", "cls_token")  # parameters without weight decay
@@ -112,7 +112,7 @@ class LoopConfig:
         apart = {*map(id, matrices)}
         for group in groups:
             group["params"] = [one for one in group["params"] if id(one) not in apart]
-        return OrthogonalAdam(groups, matrices, **common)
+        return OrthogonalMuon(groups, matrices, **common)
 
     def parameter_groups(self, net: nn.Module) -> list[dict[str, Any]]:
         """Return one group of parameters, or two if `decay_on` is "matrices".
