@@ -16,12 +16,18 @@ if not HAS_CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 pytest.importorskip("triton", reason="needs Triton, which comes with torch for CUDA")
 
+import triton  # noqa: E402
+from triton import language as tl  # noqa: E402
+
 from otad.cip import BankProblem, CipProblem, ExactCip, Status  # noqa: E402
+from otad.cip.kernels import relax  # noqa: E402
+from otad.cip.local.potentials import closure  # noqa: E402
 from otad.cip.local.products import Products, products_of  # noqa: E402
 from otad.cip.local.relax import Relaxation  # noqa: E402
 from otad.cip.local.solve_torch import DualSolution, solve_torch  # noqa: E402
 from otad.cip.local.solver import solve_triton  # noqa: E402
 from otad.cip.local.stream_triton import (  # noqa: E402
+    padded_count,
     streamed_combination,
     streamed_dots,
     streamed_products,
@@ -107,6 +113,33 @@ def test_kernel_equals_torch(case, generator) -> None:
         assert float(steps.min()) >= 1
     elif status == Status.RAISED:
         assert float(answer.smoothness.min()) > 1.01 * high
+
+
+@triton.jit
+def closed_kernel(weights, answer, count: tl.constexpr, padded: tl.constexpr):
+    i = tl.arange(0, padded)
+    place = weights + i[:, None] * count + i[None, :]
+    edges = tl.load(place, mask=relax.pairs_of(count, padded), other=-float("inf"))
+    tl.store(answer, relax.is_closed(edges, count, padded).to(tl.int32))
+
+
+@pytest.mark.parametrize(
+    ("count", "dim", "closed"), [(1, 5, True), (20, 200, True), (20, 3, False), (60, 4, False)]
+)
+def test_closed_paths_need_no_search(count, dim, closed, generator) -> None:
+    """Neighbors in many dimensions are far from each other, so that no detour is longer."""
+    problem = random_problem(generator, 1, count, dim, smoothness=2.6)
+    gram = products_of(problem, None, with_offsets=False).gram()
+    start = Relaxation(None, math.inf, 0).start(gram, problem.smoothness, problem.strong_convexity)
+    weights = start.constraints(gram).weights(1 / problem.smoothness, exact=True)
+    assert torch.equal(closure(weights), weights) == closed
+    found = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    edges = weights[..., 0].contiguous().to(DEVICE)
+    closed_kernel[(1,)](edges, found, count=count, padded=padded_count(count))
+    assert bool(found) == closed
+    answer, expected, outcome = both_ways(problem)
+    assert outcome == [SOLVED]
+    assert_equal(answer, expected, [0])
 
 
 def test_images_that_depend_on_each_other(generator) -> None:

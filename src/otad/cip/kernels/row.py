@@ -127,7 +127,9 @@ def row_kernel(
     high, low = requested_high, requested_low
     bounds = relax.constraints(tiles, sizes, low, noise, shifts, padded)
     weights = relax.weights_at(bounds, 1 / (high - low), True, count, padded)
-    longest = relax.closure(tl.where(finite, weights, 0.0), count, padded)
+    longest = tl.where(finite, weights, 0.0)
+    if relax.is_closed(longest, count, padded) == 0:
+        longest = relax.closure(longest, count, padded)
     raised = relax.worst_cycle(longest, padded) > 0
     if raised:
         same = read_tiles(products, row, batch, segments, known, total, padded, shifts)
