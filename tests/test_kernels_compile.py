@@ -11,12 +11,14 @@ import pytest
 
 TYPES = {"indices": "*i64", "status": "*i64", "takes_part": "*i8", "outcome": "*i32"}
 TYPES |= dict.fromkeys(("smoothness", "convexity", "steps", "numbers", "sensitivity"), "*fp64")
+TYPES["potentials"] = "*fp64"
 TYPES |= dict.fromkeys(("inputs", "features", "points"), "*fp16")
 TYPES |= dict.fromkeys(("batches", "batch", "segments", "size", "dim", "length"), "i32")
 SEARCH = TYPES | dict.fromkeys(("places", "chosen", "exclude"), "*i64") | {"order": "*i32"}
 SEARCH |= dict.fromkeys(("squares", "values", "lengths", "distances", "beyond"), "*fp64")
 SEARCH |= dict.fromkeys(("count", "groups"), "i32")
-KERNELS = "pairs_kernel gram_kernel combine_kernel row_kernel square_kernel rank_kernel"
+KERNELS = "pairs_kernel gram_kernel combine_kernel row_kernel row_kernel row_kernel square_kernel"
+KERNELS += " rank_kernel"
 
 
 def test_kernels_compile_for_a_gpu() -> None:
@@ -47,6 +49,7 @@ def compile_for_a_gpu(
 
 if __name__ == "__main__":
     from otad.cip.kernels import gram, row
+    from otad.cip.local.solver import STAGES
     from otad.search import kernels
 
     sizes = {"count": 3, "shifts": True}
@@ -54,7 +57,10 @@ if __name__ == "__main__":
     compile_for_a_gpu(gram.gram_kernel, 2, **sizes, padded=16, width=32, stages=3)
     compile_for_a_gpu(gram.combine_kernel, 2, count=3, width=512)
     rules = {"climbs": False, "consistent": True, "sensitive": False, "rule": "canonical"}
-    compile_for_a_gpu(row.row_kernel, 4, count=3, total=3, padded=16, shifts=False, **rules)
+    for count, padded in ((3, 16), (20, 32)):
+        sizes = {"count": count, "total": count, "padded": padded, "shifts": False}
+        for stage, warps, _ in STAGES[padded]:
+            compile_for_a_gpu(row.row_kernel, warps, **sizes, **rules, stage=stage)
     sizes = {"size": 16, "width": 32, "halvings": 5, "at_once": 16}
     compile_for_a_gpu(kernels.square_kernel, 4, SEARCH, **sizes)
     compile_for_a_gpu(kernels.rank_kernel, 4, SEARCH, k=3, size=16)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from cip.instances import converted, normal, random_problem
+from cip.instances import changed, converted, normal, random_problem
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -90,6 +90,7 @@ LEAST_SMOOTHNESS = [
     (1, 5, 60, 1.2, 0.2, 1.0, DOUBLE, {}, Status.RAISED),
     (1, 5, 60, 1.2, -0.4, 1.0, DOUBLE, {"mode": "paper"}, Status.RAISED),
     (2, 4, 8, 1.2, 0.1, 0.5, DOUBLE, {"parts": 3}, Status.RAISED),
+    (1, 20, 60, 1.2, 0.2, 1.0, DOUBLE, {"mode": "paper", "parts": 2}, Status.RAISED),
 ]
 CLIMB = [
     (1, 5, 8, 1.0, 0.0, 1.0, DOUBLE, {"mode": "paper", "climb": (1.0, 1.0)}, Status.RAISED),
@@ -139,6 +140,14 @@ def test_closed_paths_need_no_search(count, dim, closed, generator) -> None:
     assert bool(found) == closed
     answer, expected, outcome = both_ways(problem)
     assert outcome == [SOLVED]
+    assert_equal(answer, expected, [0])
+
+
+def test_many_neighbors_with_weight(generator) -> None:
+    problem = random_problem(generator, 1, 64, 1000, smoothness=2.6)
+    answer, expected, outcome = both_ways(changed(problem, query=problem.anchors.mean(1)))
+    assert outcome == [SOLVED]
+    assert int((answer.multipliers > 0).sum()) > 48
     assert_equal(answer, expected, [0])
 
 

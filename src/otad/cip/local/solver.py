@@ -1,7 +1,7 @@
 """The exact, batched, differentiable solver of the convex integration problem.
 
 On a GPU, launching the five hundred small operations of `solve_torch` would take most of the time.
-So `solve_triton` launches one kernel there, with a program for each row."""
+So `solve_triton` launches one kernel there, once or twice, with a program for each row."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ MODES = ("consistent", "paper")
 ON_FAILURE = ("raise", "abstain", "fallback")
 _FEW_ROWS, _FEW_VALUES = 16, 2**20  # more are faster side by side
 _MOST_ROWS = 1024  # at a time: more do not fit in the cache
+# The stages of `row_kernel` by the padded K, with the warps of a program and the registers of a
+# thread. With fewer registers a thread has to store some, but more rows are solved side by side.
+STAGES = {
+    16: [("both", 1, 96)],
+    32: [("potentials", 2, 128), ("multipliers", 1, 168)],
+    64: [("potentials", 4, 168), ("multipliers", 4, 168)],
+}
 
 
 @dataclass(frozen=True)
@@ -252,10 +259,10 @@ def solve_triton(
     *,
     sensitive: bool,
 ) -> tuple[DualSolution, Tensor]:
-    """Return the solution of a batch by one kernel, and the outcome (B,).
+    """Return the solution of a batch by `row_kernel`, and the outcome (B,).
 
-    Multipliers, potentials and value are in `dtype`. The outcome is 1 for a solved row, 0 for a row
-    left to `solve_torch`, and -1 for a row without a solution."""
+    Multipliers and value are in `dtype`. The outcome is 1 for a solved row, 0 for a row left to
+    `solve_torch`, and -1 for a row without a solution."""
     from otad.cip.kernels.row import row_kernel
 
     values = products.values
@@ -263,7 +270,8 @@ def solve_triton(
     total, padded = products.count, padded_count(products.count)
     climb, cap = relaxation.climb or (0.0, 0.0), relaxation.max_smoothness
     steps = _settings(products.noise, *climb, cap, device=values.device)
-    shares = values.new_empty((2, batch, total), dtype=dtype)
+    multipliers = values.new_empty((batch, total), dtype=dtype)
+    potentials = values.new_empty((batch, total), dtype=torch.float64)
     value = values.new_empty(batch, dtype=dtype)
     numbers = values.new_empty((4, batch), dtype=torch.float64)
     status = values.new_empty(batch, dtype=torch.int64)
@@ -271,16 +279,14 @@ def solve_triton(
     active = values.new_empty((batch, total), dtype=torch.int8)
     sensitivity = values.new_empty((batch, total, total) if sensitive else 0, dtype=torch.float64)
     inputs = products.squares, smoothness.contiguous(), strong_convexity.contiguous(), steps
-    outputs = shares, value, numbers, status, active, outcome, sensitivity
+    outputs = multipliers, potentials, value, numbers, status, active, outcome, sensitivity
     constants = {"total": total, "count": total - relaxation.spares, "sensitive": sensitive}
-    constants |= {"padded": padded, "num_warps": 1 if padded == 16 else 4}
-    # With fewer registers a thread has to store some, but only in steps that few rows need. Then
-    # more rows are solved side by side.
-    constants["maxnreg"] = 168 if padded == 64 else 96
     constants |= {"shifts": products.with_offsets, "climbs": relaxation.climb is not None}
-    constants["consistent"] = mode == "consistent"
-    launch(row_kernel, (batch,), values, *inputs, *outputs, batch, segments, rule=rule, **constants)
-    multipliers, potentials = shares
+    constants |= {"padded": padded, "consistent": mode == "consistent"}
+    arrays = values, *inputs, *outputs, batch, segments
+    for stage, warps, registers in STAGES[padded]:
+        how = {"rule": rule, "stage": stage, "num_warps": warps, "maxnreg": registers}
+        launch(row_kernel, (batch,), *arrays, **constants, **how)
     *curvature, residual = numbers
     slopes, included = sensitivity if sensitive else None, active.view(torch.bool)
     found = multipliers, slopes, value, potentials, *curvature, included, residual, status
