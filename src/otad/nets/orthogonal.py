@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -145,7 +145,8 @@ class OrthogonalNet(LipschitzNet):
 
     @property
     def lipschitz(self) -> LipschitzBound:
-        constant = ROUNDING * math.prod(stage.norm_bound() for stage in self.parts)
+        stages = cast("Iterable[Stage]", self.parts)
+        constant = ROUNDING * math.prod(stage.norm_bound() for stage in stages)
         # Hidden values move by no more than the input does from 0, where they are computed here.
         exact = copy.deepcopy(self).double()
         with torch.no_grad():
@@ -157,8 +158,6 @@ class OrthogonalNet(LipschitzNet):
 class Stage(nn.Module):
     """Maps tokens (B,H,W,c) by blocks. All but the first stage fold and mix them before."""
 
-    orthonormal_rows: ClassVar[Sequence[str]] = ("matrices",)
-
     def __init__(self, width: int, blocks: int, sides: Sizes, *, is_first: bool) -> None:
         super().__init__()
         # Of all blocks together, so that an optimizer has few tensors to change.
@@ -166,8 +165,7 @@ class Stage(nn.Module):
         self.positions = nn.Parameter(torch.empty(blocks, *sides, width))
         self.biases = nn.Parameter(torch.empty(blocks, width))
         self.mixer = None if is_first else nn.Parameter(torch.empty(width, 2 * width))
-        if not is_first:
-            self.orthonormal_rows = ("mixer", "matrices")
+        self.orthonormal_rows = ("matrices",) if is_first else ("mixer", "matrices")
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return all that is computed from tokens (B,H,W,c), the result last."""
@@ -188,7 +186,7 @@ class Stage(nn.Module):
         """Return a bound on the Lipschitz constant of the stage."""
         norms = norm_bounds(self.matrices)
         mixed = 1.0 if self.mixer is None else float(norm_bounds(self.mixer))
-        return mixed * math.prod((norms[:, 0] * norms[:, 1].square()).tolist())
+        return mixed * float((norms[:, 0] * norms[:, 1].square()).prod())
 
 
 def orthogonal_weights(net: nn.Module) -> list[nn.Parameter]:

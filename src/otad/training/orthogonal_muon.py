@@ -62,9 +62,9 @@ def unit_singular_values(matrix: Tensor) -> Tensor:
     """Replace all singular values of a matrix (...,r,n) but tiny ones by numbers near 1."""
     on_gpu = matrix.device.type == "cuda"
     length = torch.linalg.matrix_norm(matrix, keepdim=True)
-    unit = (matrix / length.clamp_min(1e-30)).to(torch.bfloat16 if on_gpu else matrix.dtype)
+    unit: Tensor = (matrix / length.clamp_min(1e-30)).to(torch.bfloat16 if on_gpu else matrix.dtype)
     once, cubed, fifth = FACTORS
     for _ in range(TIMES):
         square = unit @ unit.mT
         unit = once * unit + (cubed * square + fifth * square @ square) @ unit
-    return unit.to(matrix.dtype)
+    return unit.to(matrix)
