@@ -1,8 +1,9 @@
-"""A record names the commit it was made from, also where there is no repository."""
+"""A record names the commit it was made from, and an old Triton is not used."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from otad.errors import InputError
 from otad.io import environment
-from otad.io.environment import Environment
+from otad.io.environment import Environment, has_triton
 
 
 def commit() -> str | None:
@@ -35,3 +36,16 @@ def test_without_a_repository_the_variable_is_taken(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("OTAD_COMMIT", wrong)
         with pytest.raises(InputError, match=f"OTAD_COMMIT: .*7 to 40.*{wrong}"):
             commit()
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("3.2.0", False), ("3.3.0", True), ("3.10.1+git1", True), ("odd", False)]
+)
+def test_an_old_triton_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, fits: bool
+) -> None:
+    (tmp_path / "triton.py").write_text(f"__version__ = {version!r}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    assert has_triton.__wrapped__() is fits
+    monkeypatch.delitem(sys.modules, "triton")

@@ -20,6 +20,7 @@ from otad.checks import require
 
 PACKAGES = "otad torch numpy scipy cvxpy clarabel proxsuite POT pyautoattack nevergrad foolbox"
 PACKAGES += " adversarial-robustness-toolbox"
+OLDEST_TRITON = (3, 3)
 
 
 @dataclass(frozen=True)
@@ -112,5 +113,9 @@ def _memory(name: str) -> int:
 
 @cache
 def has_triton() -> bool:
-    """Return whether Triton is installed, which comes with torch for CUDA."""
-    return importlib.util.find_spec("triton") is not None
+    """Return whether a Triton is installed that compiles the kernels. It comes with torch for CUDA;
+    that of torch 2.6 is too old."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    version = re.match(r"(\d+)\.(\d+)", importlib.import_module("triton").__version__)
+    return version is not None and tuple(map(int, version.groups())) >= OLDEST_TRITON
