@@ -17,14 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from otad.cip.local.products import NOISE, fill_products
+from otad.cip.local.products import NOISE
 from otad.cip.local.simplex_qp import GUESSES, REFINEMENTS
 from otad.cip.problem import CipProblem
 from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution, Status
 
-Array = NDArray[np.float64]
-Lists = list[list[float]]
+Array = NDArray[Any]
 _TINY = float(np.finfo(float).tiny)
 _REGULAR = 1e-3  # images so far from dependent that weights need no refinement
 MOST_ALONE = 50  # neighbors; rows with more are faster in torch
@@ -34,62 +33,57 @@ def solve_numpy(problem: RowProblem, mode: str) -> CipSolution | None:
     """Return the solution without gradients, or None if a row is left over.
 
     All neighbors are used, and potentials are canonical."""
-    (batch, count, dim), query = problem.shape, problem.query
+    (batch, count, _), query = problem.shape, problem.query
     if isinstance(problem, CipProblem):
         parts = [query, problem.anchors, problem.images]  # every call of torch would cost much
     else:
         bank = problem.anchors_of(slice(batch)), problem.images_of(slice(batch))
         parts = [query, *(part.to(query.dtype) for part in bank)]
     point, anchors, images = [part.numpy(force=True) for part in parts]
-    curved, dtype = problem.has_strong_convexity, point.dtype
-    stack, squares = np.empty((batch, 2 * count, dim), dtype), np.empty((batch, count), dtype)
-    values = np.empty((batch, (1 + curved) * count, 2 * count), dtype)
     high, low = problem.smoothness.tolist(), problem.strong_convexity.tolist()
-    with np.errstate(all="ignore"):  # a row that overflows is left over
-        fill_products(point, anchors, images, stack, values, squares)
-        found = _solve(values.astype(float), squares.tolist(), high, low, NOISE[query.dtype])
+    found = _solve(point, anchors, images, high, low, NOISE[query.dtype])
     if found is None:
         return None
-    *dual, residual = zip(*found, strict=True)
-    weights, value, potentials = [np.array(part, dtype) for part in dual]
-    image = np.matmul(weights[:, None], images)[:, 0]
-    if curved:
-        shift = np.matmul(weights[:, None], stack[:, :count])[:, 0]
-        image -= np.array(low, dtype)[:, None] * shift
+    *solved, residual = found
     status, active = [int(Status.SOLVED)] * batch, [[True] * count] * batch
     rest = [np.array(part) for part in (high, low, residual, status, active)]
-    made = *map(torch.from_numpy, (image, value, weights, potentials, *rest)), mode
+    made = *map(torch.from_numpy, (*solved, *rest)), mode
     solution = object.__new__(CipSolution)  # not called, because its checks cost as much as a step
     names = CipSolution.__dataclass_fields__
     solution.__dict__.update(zip(names, made, strict=True))
     return solution
 
 
+@np.errstate(all="ignore")  # a row that overflows is left over
 def _solve(
-    values: Array, squares: Lists, high: list[float], low: list[float], noise: float
-) -> list[tuple[list[float], float, list[float], float]] | None:
-    """Return multipliers (K,), value, potentials (K,) and residual of each row, or None if one is
-    left over.
+    query: Array, anchors: Array, images: Array, high: list[float], low: list[float], noise: float
+) -> tuple[Array, Array, Array, Array, tuple[float, ...]] | None:
+    """Return images (B,d), values (B,), multipliers (B,K), potentials (B,K) and residuals of all
+    rows, or None if one is left over.
 
-    `values`, which change, and `squares` are those of `Products`. The other names are those of
-    `Gram`, `Constraints` and `solve_torch`. Numbers of size K are in lists: one by one they take
-    less time than the call of a function of NumPy."""
-    count, found = len(squares[0]), []
+    Names are those of `Gram`, `Constraints` and `solve_torch`. Numbers of size K are in lists: one
+    by one they take less time than the call of a function of NumPy."""
+    (batch, count, dim), dtype, found = anchors.shape, query.dtype, []
+    stack = np.empty((batch, 2 * count, dim), dtype)
+    offset, spread, center = stack[:, :count], stack[:, count:], images[:, 0]
+    np.subtract(anchors, query[:, None], out=offset)
+    np.subtract(images, center[:, None], out=spread)
+    # BLAS is slower if the result is square.
+    lower = np.matmul(spread, stack.swapaxes(1, 2)).astype(float)
+    cross, inner = lower[:, :, :count], lower[:, :, count:]
+    squares, tilts = np.vecdot(offset, offset).tolist(), np.vecdot(offset, center[:, None]).tolist()
+    centers = np.vecdot(center, center).tolist()
     moduli = [one - other for one, other in zip(high, low, strict=True)]
-    lower = values[:, -count:]
-    tilts, centers = lower[:, 0, :count].tolist(), lower[:, 0, count].tolist()
-    lower[:, 0] = 0.0
-    lower[:, :, count] = 0.0
-    cross, images = lower[:, :, :count], lower[:, :, count:]
-    norms = spreads = images.diagonal(0, 1, 2).tolist()
+    norms = spreads = inner.diagonal(0, 1, 2).tolist()
     if any(low):
-        shift, offsets = np.array(low)[:, None, None], values[:, :count, :count]
-        images = images - shift * (cross + cross.swapaxes(1, 2)) + shift * shift * offsets
-        norms = images.diagonal(0, 1, 2).tolist()
+        shift = np.array(low)[:, None, None]
+        offsets = np.matmul(offset, stack.swapaxes(1, 2))[:, :, :count].astype(float)
+        inner = inner - shift * (cross + cross.swapaxes(1, 2)) + shift * shift * offsets
+        norms = inner.diagonal(0, 1, 2).tolist()
         cross = cross - shift * offsets
     # Eq. (2) for u~_i - |z~_i|^2 / (2M): the longest paths from i to j, with twice as many edges in
     # each round.
-    gram = images / np.array(moduli)[:, None, None]
+    gram = inner / np.array(moduli)[:, None, None]
     edges = cross - gram
     own = edges.diagonal(0, 1, 2)
     longest = edges - own[:, :, None]
@@ -102,9 +96,9 @@ def _solve(
     levels = (longest.swapaxes(1, 2) - longest).dot(_means(count))
     lines, cycles = (levels - own).tolist(), longest.diagonal(0, 1, 2).tolist()
     for at, line in enumerate(lines):
-        modulus, offset = moduli[at], math.sqrt(max(squares[at]))
-        size = math.sqrt(centers[at]) + math.sqrt(max(spreads[at])) + abs(low[at]) * offset
-        size *= offset + size / (2 * modulus)
+        modulus, reach = moduli[at], math.sqrt(max(squares[at]))
+        size = math.sqrt(centers[at]) + math.sqrt(max(spreads[at])) + abs(low[at]) * reach
+        size *= reach + size / (2 * modulus)
         if not size < math.inf or max(cycles[at]) > 0:
             return None
         # Eq. (3): the multipliers.
@@ -118,11 +112,15 @@ def _solve(
         mean = sum(potentials) / count
         gain = sum(map(mul, weights, gains))
         value = (sum(map(mul, weights, line)) + gain + peak) / 2 - mean
-        gaps = [one - gain for one in gains]
-        gap = max(max(gaps), sum(map(mul, weights, map(abs, gaps))))
+        gap = max(max(gains) - gain, sum(map(mul, weights, [abs(one - gain) for one in gains])))
         residual = max(gap / max(size, _TINY), abs(sum(weights) - 1))
         found.append((weights, value, [one - mean for one in potentials], residual))
-    return found
+    *dual, residuals = zip(*found, strict=True)
+    shares, values, heights = [np.array(part, dtype) for part in dual]
+    image = np.matmul(shares[:, None], images)[:, 0]
+    if any(low):
+        image -= np.array(low, dtype)[:, None] * np.matmul(shares[:, None], offset)[:, 0]
+    return image, values, shares, heights, residuals
 
 
 def _maximize(
@@ -144,8 +142,8 @@ def _maximize(
     sides = side = np.array((linear, [1.0] * count))
 
     def gains_of(weight: list[float]) -> list[float]:
-        pull = np.array(weight).dot(rows).tolist()
-        return [one - level - other for one, other in zip(linear, pull, strict=True)]
+        found: list[float] = (sides[0] - level - np.array(weight).dot(rows)).tolist()
+        return found
 
     for _ in range(GUESSES):
         factors, solved, failed = posv(block.T, side.T)  # columns first, as LAPACK has them
