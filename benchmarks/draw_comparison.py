@@ -55,7 +55,7 @@ PANELS = (
                 "OTAD, one neighbor": ("suite/OTAD, K = 1",),
                 "OTAD, global map": ("global_suite_all/global map",),
                 "OTAD, 2,000 prototypes": ("global_suite/global map",),
-                "OTAD, 4,000 prototypes": ("mnist_prototypes/nearest prototype",),
+                "OTAD, 4,000 prototypes": ("mnist_prototypes_suite/nearest prototype",),
             },
             BASELINE: {"majority k-NN": ("mnist_attacks/majority k-NN",)},
         },
