@@ -8,6 +8,8 @@ from torch import Tensor
 
 from otad.certify.input_reach import KEY_ROUNDOFFS
 from otad.nets import LinearHead, LipschitzBound, OrthogonalNet, fc_resnet, only_normalizes
+from otad.nets.base import build
+from otad.nets.inputs import restored
 from otad.nets.lift import Lift, feature_lift
 from otad.nets.lipschitz import LipschitzNet, norm_bounds
 from otad.nets.orthogonal import orthogonal_weights, retract
@@ -183,6 +185,14 @@ def test_unread_directions_shrink_and_outputs_stay() -> None:
     assert whole.embedding_lipschitz == net.lipschitz
     refuses(Lift, net, stretch=1.0, unread=0.0, match=r"unread: .*up to 1, got 0.0")
     refuses(Lift, fc_resnet((4,), 2), stretch=1.0, unread=0.5, match="1 for a FCResNet")
+
+
+def test_a_net_that_was_saved_before_there_were_stages_is_read() -> None:
+    net, x = small(stages=1), random(3, *SHAPE).float()
+    state = {name.removeprefix("parts.0."): tensor for name, tensor in net.state_dict().items()}
+    config = {name: value for name, value in net.config().items() if name != "stages"}
+    assert "matrices" in state
+    assert torch.equal(restored(build, config, state)(x), net(x))
 
 
 def test_bad_sizes_are_refused() -> None:

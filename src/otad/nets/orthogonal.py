@@ -46,7 +46,8 @@ class OrthogonalNet(LipschitzNet):
     orthonormal rows.
 
     All layers but the head are the embedding: nothing is transported, and the energy is 0. Train
-    with the optimizer "orthogonal_muon", which keeps the rows of all matrices orthonormal.
+    with the optimizer "orthogonal_muon", which keeps the rows of all matrices orthonormal, and a
+    learning rate from 1e-4 to 1e-3.
 
     Parameters
     ----------
@@ -118,6 +119,12 @@ class OrthogonalNet(LipschitzNet):
                 *others, rows, size = weight.shape
                 drawn = standard_normal(*others, size, size, generator=generator)
                 weight.copy_(torch.linalg.qr(drawn.double())[0][..., :rows, :])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name in ("matrices", "positions", "biases"):  # so a net without stages was saved
+            if f"{prefix}{name}" in state_dict:
+                state_dict[f"{prefix}parts.0.{name}"] = state_dict.pop(f"{prefix}{name}")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @property
     def stages(self) -> int:
