@@ -62,7 +62,7 @@ def test_singular_values_become_nearly_1_and_directions_stay(rows: int) -> None:
 def test_a_step_turns_every_plane_by_its_angle_and_keeps_rows_orthonormal(rows: int) -> None:
     start, slope, angle = orthonormal(2, rows, 12), random(2, rows, 12, seed=1), 0.02
     found = turned(start, slope, angle)
-    assert off(found) < angle ** (4 if rows == 12 else 2) < off(start - angle * slope)
+    assert off(found) < angle ** (4 if rows == 12 else 3) < off(start - angle * slope)
     lengths = torch.linalg.svdvals(found - start) / angle
     assert 0.4 < lengths.min() < lengths.max() < 1.25
     assert ((found - start) * slope).sum() < 0  # downhill

@@ -211,10 +211,5 @@ def retract(net: nn.Module) -> None:
     for weight in orthogonal_weights(net):
         factor = weight.double()
         for _ in range(POLAR_STEPS):
-            factor = polar_step(factor)
+            factor = 1.5 * factor - 0.5 * (factor @ factor.mT) @ factor
         weight.copy_(factor)
-
-
-def polar_step(matrix: Tensor) -> Tensor:
-    """Return matrices (...,r,n) whose rows are closer to orthonormal, by Newton and Schulz."""
-    return 1.5 * matrix - 0.5 * (matrix @ matrix.mT) @ matrix

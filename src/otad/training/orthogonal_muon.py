@@ -1,12 +1,13 @@
 """Muon for networks with orthogonal matrices, which its steps keep orthogonal.
 
-Let X be a matrix with orthonormal rows and G a mean of its gradients. The part of G along which the
-rows stay orthonormal is D = G - X G^T X, up to a factor. As in Muon
-(https://kellerjordan.github.io/posts/muon/), all singular values of D are replaced by numbers near
-1. For the result U and an angle a, (X - a U) / sqrt(1 + a^2) replaces X, so all planes turn by
-about the same angle. Then a step of Newton and Schulz towards the polar factor makes the rows
-nearly orthonormal again. What it leaves is of the second order in the angle, or of the fourth for
-square matrices, and is removed after every epoch (`otad.nets.orthogonal.retract`)."""
+Let X be a matrix with orthonormal rows and G a mean of its gradients. The rows stay orthonormal
+along the tangents D with D X^T + X D^T = 0. As in Muon (https://kellerjordan.github.io/posts/muon/)
+all singular values of the tangent that is nearest to G are replaced by numbers near 1, so all
+planes turn by about the same angle a. For the tangent U nearest to the result, X becomes
+X - a U - a^2/2 U U^T X, whose rows are orthonormal up to terms of the third order in the angle, or
+of the fourth for square matrices. These are removed after every epoch
+(`otad.nets.orthogonal.retract`). Products are taken in bfloat16 on a GPU, which is enough because
+their errors are multiplied by the angle too."""
 
 from __future__ import annotations
 
@@ -15,8 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from otad.nets.orthogonal import polar_step
 
 ANGLE = 40.0  # by which a step turns, in radians at the learning rate 1
 MOMENTUM = 0.95
@@ -54,17 +53,25 @@ class OrthogonalMuon(torch.optim.AdamW):
 
 def turned(matrix: Tensor, slope: Tensor, angle: Tensor | float) -> Tensor:
     """Return X (...,r,n) with orthonormal rows after a step of an angle against the slope."""
-    along = unit_singular_values(slope - matrix @ slope.mT @ matrix)
-    return polar_step((matrix - angle * along) / (1 + angle**2) ** 0.5)
+    dtype = torch.bfloat16 if matrix.device.type == "cuda" else matrix.dtype
+    start = matrix.to(dtype)
+    along = tangent(start, unit_singular_values(tangent(start, slope.to(dtype))))
+    bend = (along @ along.mT) @ start
+    return matrix - angle * along - (angle**2 / 2) * bend
+
+
+def tangent(matrix: Tensor, change: Tensor) -> Tensor:
+    """Return the change nearest to a given one that keeps the rows of X (...,r,n) orthonormal."""
+    product = change @ matrix.mT
+    return change - 0.5 * (product + product.mT) @ matrix
 
 
 def unit_singular_values(matrix: Tensor) -> Tensor:
     """Replace all singular values of a matrix (...,r,n) but tiny ones by numbers near 1."""
-    on_gpu = matrix.device.type == "cuda"
     length = torch.linalg.matrix_norm(matrix, keepdim=True)
-    unit: Tensor = (matrix / length.clamp_min(1e-30)).to(torch.bfloat16 if on_gpu else matrix.dtype)
+    unit: Tensor = matrix / length.clamp_min(1e-30)
     once, cubed, fifth = FACTORS
     for _ in range(TIMES):
         square = unit @ unit.mT
         unit = once * unit + (cubed * square + fifth * square @ square) @ unit
-    return unit.to(matrix)
+    return unit
