@@ -68,6 +68,14 @@ def test_a_step_turns_every_plane_by_its_angle_and_keeps_rows_orthonormal(rows: 
     assert ((found - start) * slope).sum() < 0  # downhill
 
 
+@pytest.mark.parametrize("rows", [12, 5])
+def test_errors_of_large_steps_do_not_add_up(rows: int) -> None:
+    found = orthonormal(2, rows, 12)
+    for seed in range(100):
+        found = turned(found, random(2, rows, 12, seed=seed), 0.3)
+        assert off(found) < 0.05
+
+
 def test_the_optimizer_finds_the_nearest_matrix_and_is_adamw_for_other_weights() -> None:
     target, wanted = orthonormal(3, 6, 8, seed=2), random(4, seed=3)
     matrix, vector = orthonormal(3, 6, 8).requires_grad_(), random(4).requires_grad_()

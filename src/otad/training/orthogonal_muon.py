@@ -4,8 +4,8 @@ Let X be a matrix with orthonormal rows and G a mean of its gradients. The rows 
 along the tangents D with D X^T + X D^T = 0. As in Muon (https://kellerjordan.github.io/posts/muon/)
 all singular values of the tangent that is nearest to G are replaced by numbers near 1, so all
 planes turn by about the same angle a. For the tangent U nearest to the result, X becomes
-X - a U - a^2/2 U U^T X, whose rows are orthonormal up to terms of the third order in the angle, or
-of the fourth for square matrices. These are removed after every epoch
+X - (a U + a^2/2 U U^T X) / (1 + a^2/4). Its rows are orthonormal up to terms of the third order in
+the angle, or of the fourth for square matrices. These are removed after every epoch
 (`otad.nets.orthogonal.retract`). Products are taken in bfloat16 on a GPU, which is enough because
 their errors are multiplied by the angle too."""
 
@@ -57,7 +57,8 @@ def turned(matrix: Tensor, slope: Tensor, angle: Tensor | float) -> Tensor:
     start = matrix.to(dtype)
     along = tangent(start, unit_singular_values(tangent(start, slope.to(dtype))))
     bend = (along @ along.mT) @ start
-    return matrix - angle * along - (angle**2 / 2) * bend
+    step = angle / (1 + angle**2 / 4)
+    return matrix - step * along - (step * angle / 2) * bend
 
 
 def tangent(matrix: Tensor, change: Tensor) -> Tensor:
