@@ -61,7 +61,7 @@ PANELS = (
             },
             BASELINE: {
                 "majority k-NN": ("mnist_attacks/majority k-NN",),
-                "PGD in l2, small ResNet": ("mnist_keys/classifier",),
+                "PGD in l2, ResNet": ("mnist_keys/classifier",),
             },
         },
         ("mnist_at", "mnist_lipschitz", "mnist_purification"),
