@@ -76,6 +76,15 @@ def test_errors_of_large_steps_do_not_add_up(rows: int) -> None:
         assert off(found) < 0.05
 
 
+@pytest.mark.parametrize("rows", [5, 12])
+def test_rows_return_to_length_1_although_the_loss_falls_with_it(rows: int) -> None:
+    found = 1.01 * orthonormal(2, rows, 12)
+    before = off(found)
+    for seed in range(100):
+        found = turned(found, random(2, rows, 12, seed=seed) - 3 * found, 0.04)
+    assert off(found) < before / 20
+
+
 def test_the_optimizer_finds_the_nearest_matrix_and_is_adamw_for_other_weights() -> None:
     target, wanted = orthonormal(3, 6, 8, seed=2), random(4, seed=3)
     matrix, vector = orthonormal(3, 6, 8).requires_grad_(), random(4).requires_grad_()

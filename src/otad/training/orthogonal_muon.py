@@ -5,9 +5,13 @@ along the tangents D with D X^T + X D^T = 0. As in Muon (https://kellerjordan.gi
 all singular values of the tangent that is nearest to G are replaced by numbers near 1, so all
 planes turn by about the same angle a. For the tangent U nearest to the result, X becomes
 X - (a U + a^2/2 U U^T X) / (1 + a^2/4). Its rows are orthonormal up to terms of the third order in
-the angle, or of the fourth for square matrices. These are removed after every epoch
-(`otad.nets.orthogonal.retract`). Products are taken in bfloat16 on a GPU, which is enough because
-their errors are multiplied by the angle too."""
+the angle, or of the fourth for square matrices. Products are taken in bfloat16 on a GPU, which is
+enough because their errors are multiplied by the angle too.
+
+If the rows are not quite orthonormal, the step leads them farther away where the loss falls with
+their length, and after some hundred steps to infinity. So each step also moves X a part of the way
+to the nearest matrix with orthonormal rows, along -(X X^T - I) X. What is left is removed after
+every epoch (`otad.nets.orthogonal.retract`)."""
 
 from __future__ import annotations
 
@@ -56,9 +60,11 @@ def turned(matrix: Tensor, slope: Tensor, angle: Tensor | float) -> Tensor:
     dtype = torch.bfloat16 if matrix.device.type == "cuda" else matrix.dtype
     start = matrix.to(dtype)
     along = tangent(start, unit_singular_values(tangent(start, slope.to(dtype))))
-    bend = (along @ along.mT) @ start
     step = angle / (1 + angle**2 / 4)
-    return matrix - step * along - (step * angle / 2) * bend
+    pull = 2 * step / (1 + 4 * step)  # at most 1/2, which would lead to the nearest such matrix
+    excess = start @ start.mT - torch.eye(start.shape[-2], dtype=dtype, device=start.device)
+    bend = (step * angle / 2 * (along @ along.mT) + pull * excess) @ start
+    return matrix - step * along - bend
 
 
 def tangent(matrix: Tensor, change: Tensor) -> Tensor:
