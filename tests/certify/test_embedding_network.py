@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import otad
 from otad.certify import certify
 from otad.nets import LinfDistNet, OrthogonalNet, feature_lift
+from otad.nets.adapt import UNREAD
 from otad.training import TrainConfig, train
 
 SOFT = {"optimizer": "orthogonal_muon", "loss": "soft_margin", "weight_decay": 0.0}
@@ -35,13 +36,15 @@ def trained() -> OrthogonalNet:
 
 @cache
 def model(how: str) -> nn.Module:
-    """The network alone, or its global map: of features, or of lifted outputs."""
+    """The network alone, or its global map: as `defend` makes it, or with the factor `how`."""
     if how == "network":
         return trained()
     net, options = trained(), {"scope": "global"}
-    if how != "features":
+    if how != "defended":
         net, options = feature_lift(net, float(how)), options | {"smoothness": 2.0}
-    return otad.defend(net, *digits()[:2], progress=False, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "defense: the defense works on the 16 features")
+        return otad.defend(net, *digits()[:2], progress=False, **options)
 
 
 def turned(victim: nn.Module, x: Tensor, radii: Tensor) -> Tensor:
@@ -65,7 +68,7 @@ def turned(victim: nn.Module, x: Tensor, radii: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("how", ["network", "features", "0.1"])
+@pytest.mark.parametrize("how", ["network", "defended", "1"])
 def test_no_attack_changes_a_certified_answer(how: str) -> None:
     victim, x = model(how), digits()[2]
     found = certify(victim, x)
@@ -76,7 +79,7 @@ def test_no_attack_changes_a_certified_answer(how: str) -> None:
 
 def test_all_of_them_prove_margins_over_root_two() -> None:
     x = digits()[2]
-    for how in ("network", "features", "1", "0.1"):
+    for how in ("network", "defended", "1", "0.1"):
         victim = model(how)
         with torch.no_grad():
             largest = victim(x).topk(2).values.double()
@@ -137,10 +140,12 @@ def test_constants_in_another_norm_prove_nothing_in_l2() -> None:
     refuses(certify, other, test, match="LinfDistNet has its own embedding, got None")
 
 
-def test_features_of_a_network_with_a_constant_are_lifted_as_they_are() -> None:
+@pytest.mark.parametrize("inputs", ["auto", "features"])
+def test_features_of_a_network_with_a_constant_are_lifted_as_they_are(inputs: str) -> None:
     x, y, test = digits()
     with pytest.warns(UserWarning, match="features that enter") as said:
-        lifted = otad.defend(trained(), x, y, inputs="features", scope="global", progress=False)
+        lifted = otad.defend(trained(), x, y, inputs=inputs, scope="global", progress=False)
     assert "no radius is certified" not in str(said[0].message)
     assert lifted.backbone.inner is trained()
+    assert lifted.backbone.unread == UNREAD
     assert bool((certify(lifted, test).radius > 0).any())

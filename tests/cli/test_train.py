@@ -18,6 +18,8 @@ from otad.cli.sources import DataChoice, TrainedNet, describe_data
 from otad.cli.train import train_net
 from otad.data import Dataset
 from otad.io.tensor_files import fingerprint, read_tensors
+from otad.nets import Lift
+from otad.nets.adapt import UNREAD
 from otad.training import TrainConfig, loop
 from otad.training.recipes import BACKBONES, usual_width
 
@@ -181,6 +183,24 @@ def test_a_vision_transformer_by_a_recipe_in_two_runs() -> None:
     assert settings["warmup"] == 2  # not the recipe's 10 epochs of 200
     assert done["net_config"]["kind"] == "vit"
     assert TrainedNet.read(Path("net")).net.width == 8
+
+
+def test_an_orthogonal_network_is_trained_for_radii_in_units_of_its_inputs() -> None:
+    write_digits(Path("digits.npz"))
+    shape = ("--net", "orthogonal", "--width", 16, "--blocks", 1, "--stages", 2)
+    done = terminal.json("train", "digits.npz", "--out", "net", *shape, "--epochs", 8)
+    settings, net = done["train_config"], TrainedNet.read(Path("net")).net
+    assert (settings["optimizer"], settings["target_margin"]) == ("orthogonal_muon", 0.5)
+    assert (net.stages, net.mean.unique().item(), net.std.unique().item()) == (2, 0.0, 1.0)
+    terminal.succeed("defend", "net", "--out", "model", "--scope", "global")
+    model = otad.load("model")
+    assert isinstance(model.backbone, Lift)
+    assert model.backbone.unread == UNREAD
+    found = terminal.json("certify", "model", "test", "--eps", 0.1)
+    assert found["certified"]["0.1"]["value"] > 10
+    again = ("train", "digits.npz", "--out", "other", *shape, "--epochs", 1, "--margin", 0.2)
+    changed = terminal.json(*again, "--augment", "affine")["train_config"]
+    assert (changed["target_margin"], changed["augment"]) == (0.2, "affine")
 
 
 def test_cells_may_be_normalized_already() -> None:

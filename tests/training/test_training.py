@@ -256,7 +256,7 @@ def test_recipes_can_be_changed_but_only_by_settings_that_exist() -> None:
     assert (config.energy_weight, config.epochs, config.optimizer) == (1e-5, 20, "adamw")
     assert recipe("fc") == TrainConfig(energy_weight=0.01)
     refuses(recipe, "fc", rate=0.1, match=r"changes: expected settings of TrainConfig, .* 'rate'")
-    refuses(recipe, "vit", match="recipe: expected one of fc, vit_cifar10, got 'vit'")
+    refuses(recipe, "vit", match="recipe: expected one of fc, vit_cifar10, orthogonal, got 'vit'")
 
 
 BAD: dict[type, dict[str, list]] = {

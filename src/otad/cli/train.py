@@ -26,14 +26,15 @@ from otad.processes import is_first, works_together
 from otad.scores import score_text
 from otad.training import RECIPES, TrainConfig, TrainResult, fit_backbone
 from otad.training.loop import CHECKPOINT
-from otad.training.recipes import BACKBONES, usual_width
+from otad.training.recipes import BACKBONES, RECIPE_OF, usual_width
 
 _reading = partial(opt.option, panel=opt.READING)
 _training = partial(opt.option, panel=opt.TRAINING)
 READING = ("target", "task", "features", "label", "drop", "genes", "normalize", "size", "resize",
            "test_fraction")  # fmt: skip
-SHAPE = ("blocks", "hidden", "patch", "width", "heads")
-CHANGES = ("epochs", "batch_size", "learning_rate", "optimizer", "weight_decay", "energy_weight")
+SHAPE = ("blocks", "hidden", "patch", "width", "heads", "stages")
+CHANGES = ("epochs", "batch_size", "learning_rate", "optimizer", "weight_decay", "energy_weight",
+           "target_margin", "augment")  # fmt: skip
 
 
 @works_together
@@ -87,11 +88,23 @@ def train(
         ),
     ] = None,
     patch: Annotated[int | None, _training("vit: side of a patch.", show_default="4")] = None,
-    width: Annotated[int | None, _training("vit: width of each token.", show_default="384")] = None,
+    width: Annotated[
+        int | None,
+        _training("vit: width of each token. orthogonal: channels.", show_default="384; 512"),
+    ] = None,
     heads: Annotated[
         int | None, _training("vit: heads of each attention.", show_default="12")
     ] = None,
-    recipe: Annotated[str, _training(f"Settings to start from: {', '.join(RECIPES)}.")] = "fc",
+    stages: Annotated[
+        int | None,
+        _training("orthogonal: stages, each of which halves both sides.", show_default="1"),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        _training(
+            f"Settings to start from: {', '.join(RECIPES)}.", show_default="that of the network"
+        ),
+    ] = None,
     energy_weight: Annotated[
         float | None,
         _training("Weight of the transport energy.", "--alpha", show_default="fc: 0.01"),
@@ -103,9 +116,19 @@ def train(
     learning_rate: Annotated[
         float | None, _training("Highest learning rate.", show_default="fc: 0.05")
     ] = None,
-    optimizer: Annotated[str | None, _training("sgd or adamw.", show_default="fc: sgd")] = None,
+    optimizer: Annotated[
+        str | None, _training("sgd, adamw or orthogonal_muon.", show_default="fc: sgd")
+    ] = None,
     weight_decay: Annotated[
         float | None, _training("Weight decay.", show_default="fc: 0.0005")
+    ] = None,
+    target_margin: Annotated[
+        float | None,
+        _training("orthogonal: certified radius to train for.", "--margin", show_default="0.5"),
+    ] = None,
+    augment: Annotated[
+        str | None,
+        _training("Images: none, affine, light or strong.", show_default="none; vit: strong"),
     ] = None,
     max_seconds: opt.MaxSeconds = None,
     validation: Annotated[
@@ -121,10 +144,13 @@ def train(
     Text columns become one-hot columns, and missing text is a category of its own. A
     missing number becomes the median of the train part, and a further column marks it.
 
-    A vision transformer needs --net vit --recipe vit_cifar10, and a GPU.
+    A vision transformer (--net vit) needs a GPU. An orthogonal network (--net
+    orthogonal) never stretches distances, and is trained for certified radii of --margin.
     To train on several processes, start the command by torchrun.
 
     Example: otad train digits --out digits-net
+
+    Example: otad train digits --net orthogonal --width 64 --blocks 4 --stages 2 --out net
 
     Example: otad train wine.csv --target quality --task regression --out net
 
@@ -134,7 +160,7 @@ def train(
     choice = DataChoice(data, seed, opt.given(options, READING))
     refuse_overwriting(out, choice.path_from(data_dir))
     check_out(out, force, results=(NET_FILE, RECORD_FILE), started=CHECKPOINT)
-    changes = opt.given(options, CHANGES)
+    changes, recipe = opt.given(options, CHANGES), recipe or RECIPE_OF.get(net, "fc")
     if epochs is not None:  # a short training does not consist of warm-up alone
         changes["warmup"] = min(training.recipe(recipe).warmup, epochs / 2)
     config = training.recipe(recipe, **changes, seed=seed, device=device)
@@ -161,7 +187,7 @@ def train(
         "data": f"{len(dataset.train_x)} train rows of shape {dataset.input_shape}",
         **{name.replace("_", " "): score_text(name, it) for name, it in record["final"].items()},
         **files,
-        "next": f"otad defend {out} --out MODEL_DIR",
+        "next": f"otad defend {out} --out MODEL_DIR" + " --scope global" * (net == "orthogonal"),
     }
     record["net"] = files["net"]
     show(record, as_json, title=f"Trained on {dataset.name}", facts=facts)
@@ -170,12 +196,15 @@ def train(
 def train_net(
     dataset: Dataset, config: TrainConfig, *, validation: float = 0.0, **options: Any
 ) -> tuple[Backbone, TrainResult]:
-    """Inputs are standardized, tables by feature, images as one; `options` of `fit_backbone`. The
-    width of the blocks of an fc_resnet is `usual_width` unless given."""
+    """Inputs are standardized, tables by feature, images as one, except for an orthogonal network,
+    whose margins are lengths of inputs; `options` of `fit_backbone`. The width of the blocks of an
+    fc_resnet is `usual_width` unless given."""
     x, y = dataset.train_x, dataset.train_y
     parts = [x, y] if validation == 0.0 else split(dataset, validation, config.seed)
     options |= {"task": dataset.task, "n_outputs": len(dataset.classes) or 1}
     inputs = Standardizer.fit(x, "all" if x.dim() > 2 else "feature", dataset.feature_names or ())
+    if options.get("kind") == "orthogonal":
+        inputs = Standardizer(x.new_zeros(()), x.new_ones(()))
     if isinstance(dataset.preparation, TableEncoding):
         inputs = dataset.preparation.unscaled(inputs)
     if options.get("kind", "fc_resnet") == "fc_resnet":

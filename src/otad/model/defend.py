@@ -27,6 +27,7 @@ from otad.nets import Backbone, Lift, Metric, PretrainedMetric, lifted_net
 from otad.nets.adapt import Adapted, adapted
 from otad.nets.inputs import output_of
 from otad.nets.lift import MARGIN
+from otad.nets.lipschitz import is_lipschitz_in_l2
 from otad.progress import Counter
 
 Bounds = tuple[float, float]
@@ -64,8 +65,9 @@ def defend(
     training points depends on `inputs`:
 
     - "auto": a `Backbone`, or a network whose features have the size of the input and change in
-      similar directions, transports inputs as in the paper. For any other network, a Lipschitz map
-      leads from the features that enter its last Linear layer to its outputs.
+      similar directions, transports inputs as in the paper. For any other network, and for one
+      whose features have a proved Lipschitz constant in l2, such as an `OrthogonalNet`, a Lipschitz
+      map leads from the features that enter its last Linear layer to its outputs.
     - "features": that Lipschitz map for every network.
     - "pixels": a Lipschitz map from the inputs themselves, which may be numbers of a table, to the
       labels or values y. No network is used, so `net` may be None. Certificates exist for every
@@ -207,8 +209,9 @@ def _adapted(
         fits = bounds in (None, net.bounds)
         require(fits, "bounds", f"None, or those of the backbone, {net.bounds}", bounds)
         bounds = net.bounds
-        if inputs == "auto":
+        if inputs == "auto" and not is_lipschitz_in_l2(net):
             return Adapted(net, "transport", "")
+        inputs = "features"
     task = _task(x, y)
     rows = spread_rows(len(x), SAMPLE)
     return adapted(net, x[rows.to(x.device)], inputs=inputs, task=task, bounds=bounds)

@@ -18,8 +18,9 @@ from otad.nets.fully_connected import LiftedNet
 from otad.nets.inputs import InputNet, Sizes, evaluating, output_of
 from otad.nets.layer_json import check_activations, describe, restore
 from otad.nets.lift import Lift, feature_lift
-from otad.nets.lipschitz import LipschitzNet
+from otad.nets.lipschitz import LipschitzNet, is_lipschitz_in_l2
 
+UNREAD = 0.1  # of a network with a proved constant, see `Lift`; 1 and 0.3 certify less
 FOLLOWS = 0.9  # the share of pairs of points whose features differ in a similar direction
 _REMEDY = (
     ". An attack that changes the features changes the answer too, and no radius is certified. "
@@ -239,7 +240,7 @@ def adapted(
     if inner is None:
         features = Features(net, found.name, shape)
         inner = SequentialBackbone(features, [], head, input_shape=shape, **options)
-    lift = feature_lift(inner)
+    lift = feature_lift(inner, UNREAD if is_lipschitz_in_l2(net) else 1.0)
     what = f"the defense works on the {lift.inner.dim} features that enter {title}: each answer is "
     what += f"a mixture of the network's own outputs for neighboring training points{says}"
     return Adapted(lift, "features", what, "" if isinstance(net, LipschitzNet) else _REMEDY)

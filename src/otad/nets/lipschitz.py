@@ -37,6 +37,12 @@ class LipschitzNet(Backbone):
         return self.lipschitz
 
 
+def is_lipschitz_in_l2(net: nn.Module) -> bool:
+    """Return whether the features of a network have a proved Lipschitz constant in l2."""
+    bound = net.lipschitz if isinstance(net, LipschitzNet) else None
+    return bound is not None and bound.norm == "l2"
+
+
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Compute products and convolutions in float32, which a GPU may otherwise round to ten bits."""

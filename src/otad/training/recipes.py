@@ -47,8 +47,16 @@ RECIPES: dict[str, dict[str, Any]] = {
         "augment": "strong", "mixing": 0.5, "ema": 0.999, "mixed_precision": True,
         "whole_batches": True,
     },
+    # For orthogonal networks, trained for certified radii of `target_margin`, in units of inputs.
+    "orthogonal": {
+        "epochs": 60, "optimizer": "orthogonal_muon", "learning_rate": 5e-4, "warmup": 0.5,
+        "weight_decay": 0.0, "loss": "soft_margin", "target_margin": 0.5,
+        "margin_temperature": 0.15,
+    },
 }  # fmt: skip
 """Settings of `TrainConfig` by name: see `recipe`."""
+RECIPE_OF = {"orthogonal": "orthogonal", "vit": "vit_cifar10"}
+"""The usual recipe of a kind of network, where it is not "fc"."""
 
 MOST_WIDTH, LEAST_WIDTH = 1024, 64
 
@@ -69,7 +77,7 @@ def recipe(name: str, **changes: Any) -> TrainConfig:
     ----------
     name : str
         A name of `RECIPES`: "fc" for fully connected networks, "vit_cifar10" for vision
-        transformers on small images.
+        transformers on small images, "orthogonal" for orthogonal networks.
     **changes
         Other settings of `TrainConfig`, such as `energy_weight`, `seed` or `device`.
 
