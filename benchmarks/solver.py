@@ -27,8 +27,10 @@ from peers import MAP, MISSING, OURS_32, OURS_64, PEERS, QUESTIONS, STRONG_MAP, 
 from rich.table import Table
 from timing import limited_threads, measure, timed
 
+from otad.checks import assuming
 from otad.cip import BankProblem, CipSolution, ExactCip
 from otad.cip.local.solve_torch import DualSolution, solve_torch
+from otad.model.captured import MOST_ROWS
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,7 @@ def _bank_cases(
         yield asdict(case) | {
             "seconds": statistics.median(seconds),
             "repeat_seconds": seconds,
+            "captured_seconds": _captured_seconds(answer, case.batch, repeats, device),
             **_multiplier_seconds(bank, repeats, device),
             "bandwidth": bandwidth,
             "gathered_bytes": gathered,
@@ -203,6 +206,28 @@ def _bank_cases(
             "residual": float(bank.residual(solution).max()),
             "raised": int((solution.status != 0).sum()),
         }
+
+
+def _captured_seconds(
+    answer: Callable[[], CipSolution], batch: int, repeats: int, device: torch.device
+) -> float | None:
+    """Return the time of the same work as one CUDA graph, as `otad.predict` answers small batches.
+
+    It includes the one number that says whether everything assumed on the way holds."""
+    if device.type != "cuda" or batch > MOST_ROWS:
+        return None
+    answer()  # compiles kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph), assuming() as conditions:
+        answer()
+        proved = torch.stack(conditions).all()
+
+    def replay() -> None:
+        graph.replay()
+        if not bool(proved):
+            raise RuntimeError("expected rows that the kernel solves, got others")
+
+    return statistics.median(_repeated(replay, repeats, device))
 
 
 def _multiplier_seconds(bank: BankProblem, repeats: int, device: torch.device) -> Record:
@@ -235,6 +260,7 @@ time     The median time per query. Our solver finds the potentials (eq. 2) as
 own      The time that the solver reports, without the modeling around it.
 timed    The number of different queries that were timed.
 vs f32   How many times faster our solver is in float32; vs f64: in float64.
+graph    A small batch as one CUDA graph, as `otad.predict` answers it.
 differs  The largest deviation from our float64, relative to our largest entry."""
 
 
@@ -272,12 +298,13 @@ def _cells(row: Record, rows: list[Record]) -> dict[str, str]:
 
 
 def _bank_cells(row: Record) -> dict[str, str]:
-    extra = row["extra_bytes"]
+    extra, graph = row["extra_bytes"], row.get("captured_seconds")
     return {
         **{name: f"{size:,}" for name, size in zip("BKd", _shape(row), strict=True)},
         "N": f"{row['size']:,}",
         "bank": row["dtype"],
         "total": output.format_seconds(row["seconds"]),
+        "graph": output.format_seconds(graph) if graph else "",
         "floor": output.format_seconds(row["floor_seconds"]),
         "ratio": f"{row['seconds'] / row['floor_seconds']:.2f}",
         "copy": f"{row['bandwidth'] / 1e12:.2f} TB/s",
