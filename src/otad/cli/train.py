@@ -26,7 +26,7 @@ from otad.processes import is_first, works_together
 from otad.scores import score_text
 from otad.training import RECIPES, TrainConfig, TrainResult, fit_backbone
 from otad.training.loop import CHECKPOINT
-from otad.training.recipes import BACKBONES, RECIPE_OF, usual_width
+from otad.training.recipes import BACKBONES, usual_width
 
 _reading = partial(opt.option, panel=opt.READING)
 _training = partial(opt.option, panel=opt.TRAINING)
@@ -101,9 +101,7 @@ def train(
     ] = None,
     recipe: Annotated[
         str | None,
-        _training(
-            f"Settings to start from: {', '.join(RECIPES)}.", show_default="that of the network"
-        ),
+        _training(f"Settings to start from: {', '.join(RECIPES)}.", show_default="fc; orthogonal"),
     ] = None,
     energy_weight: Annotated[
         float | None,
@@ -144,8 +142,8 @@ def train(
     Text columns become one-hot columns, and missing text is a category of its own. A
     missing number becomes the median of the train part, and a further column marks it.
 
-    A vision transformer (--net vit) needs a GPU. An orthogonal network (--net
-    orthogonal) never stretches distances, and is trained for certified radii of --margin.
+    A vision transformer needs --net vit --recipe vit_cifar10, and a GPU. An orthogonal
+    network never stretches distances, and is trained for certified radii of --margin.
     To train on several processes, start the command by torchrun.
 
     Example: otad train digits --out digits-net
@@ -160,7 +158,7 @@ def train(
     choice = DataChoice(data, seed, opt.given(options, READING))
     refuse_overwriting(out, choice.path_from(data_dir))
     check_out(out, force, results=(NET_FILE, RECORD_FILE), started=CHECKPOINT)
-    changes, recipe = opt.given(options, CHANGES), recipe or RECIPE_OF.get(net, "fc")
+    changes, recipe = opt.given(options, CHANGES), recipe or (net if net in RECIPES else "fc")
     if epochs is not None:  # a short training does not consist of warm-up alone
         changes["warmup"] = min(training.recipe(recipe).warmup, epochs / 2)
     config = training.recipe(recipe, **changes, seed=seed, device=device)

@@ -55,8 +55,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Settings of `TrainConfig` by name: see `recipe`."""
-RECIPE_OF = {"orthogonal": "orthogonal", "vit": "vit_cifar10"}
-"""The usual recipe of a kind of network, where it is not "fc"."""
 
 MOST_WIDTH, LEAST_WIDTH = 1024, 64
 
