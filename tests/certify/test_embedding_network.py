@@ -36,11 +36,14 @@ def trained() -> OrthogonalNet:
 
 @cache
 def model(how: str) -> nn.Module:
-    """The network alone, or its global map: as `defend` makes it, or with the factor `how`."""
+    """The network alone, or a map through its features: as `defend` makes it, in global or in local
+    scope, or with the factor `how`."""
     if how == "network":
         return trained()
     net, options = trained(), {"scope": "global"}
-    if how != "defended":
+    if how == "local":
+        options = {"n_neighbors": 1}
+    elif how != "defended":
         net, options = feature_lift(net, float(how)), options | {"smoothness": 2.0}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "defense: the defense works on the 16 features")
@@ -68,13 +71,14 @@ def turned(victim: nn.Module, x: Tensor, radii: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("how", ["network", "defended", "1"])
+@pytest.mark.parametrize("how", ["network", "defended", "local", "1"])
 def test_no_attack_changes_a_certified_answer(how: str) -> None:
     victim, x = model(how), digits()[2]
     found = certify(victim, x)
     assert int((found.radius > 0.05).sum()) >= 3, "small radii prove nothing"
     assert not bool(turned(victim, x, 0.999999 * found.radius).any())
-    assert bool(turned(victim, x, 5 * found.radius).any()), "the attack finds nothing anywhere"
+    farther = (20 if how == "local" else 5) * found.radius
+    assert bool(turned(victim, x, farther).any()), "the attack finds nothing anywhere"
 
 
 def test_all_of_them_prove_margins_over_root_two() -> None:
@@ -149,3 +153,11 @@ def test_features_of_a_network_with_a_constant_are_lifted_as_they_are(inputs: st
     assert lifted.backbone.inner is trained()
     assert lifted.backbone.unread == UNREAD
     assert bool((certify(lifted, test).radius > 0).any())
+
+
+@pytest.mark.filterwarnings("ignore:defense")
+def test_a_bank_in_half_precision_leaves_no_pair_out() -> None:
+    x, y, _ = digits()
+    coarse = otad.defend(trained(), x, y, scope="global", bank_dtype=torch.bfloat16, progress=False)
+    assert coarse.backbone.unread == 1
+    assert len(coarse.potential.left_out) == 0

@@ -20,7 +20,7 @@ from otad.data import Dataset
 from otad.io.tensor_files import fingerprint, read_tensors
 from otad.nets import Lift
 from otad.nets.adapt import UNREAD
-from otad.training import TrainConfig, loop
+from otad.training import TrainConfig, fit_backbone, loop, recipe
 from otad.training.recipes import BACKBONES, usual_width
 
 READING = ("body.csv", "--target", "progression", "--task", "regression")
@@ -150,6 +150,8 @@ def test_an_image_folder() -> None:
         ("digits.npz --test-fraction 0", "test_fraction: .*0 and 1"),
         ("digits.npz --patch 2", "options: .*'fc_resnet'"),
         ("digits.npz --recipe soup", "recipe: .*'soup'"),
+        ("digits.npz --margin 0.5", "margin: .*orthogonal.*got 0.5"),
+        (" ".join(READING) + " --net orthogonal", "task: .*classification.*regression"),
         ("digits.npz --no-normalize", "got --normalize"),
     ],
 )
@@ -201,6 +203,9 @@ def test_an_orthogonal_network_is_trained_for_radii_in_units_of_its_inputs() -> 
     again = ("train", "digits.npz", "--out", "other", *shape, "--epochs", 1, "--margin", 0.2)
     changed = terminal.json(*again, "--augment", "affine")["train_config"]
     assert (changed["target_margin"], changed["augment"]) == (0.2, "affine")
+    x, y = data.load("digits").train_x[:20], data.load("digits").train_y[:20]
+    how = {"kind": "orthogonal", "n_outputs": 10, "options": {"width": 16, "blocks": 1}}
+    assert fit_backbone((x, y), recipe("orthogonal", epochs=1), **how)[0].std.unique().item() == 1
 
 
 def test_cells_may_be_normalized_already() -> None:

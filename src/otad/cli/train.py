@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from otad import training
-from otad.checks import check_device
+from otad.checks import check_device, require
 from otad.cli import options as opt
 from otad.cli.console import remark, show
 from otad.cli.outputs import check_out, start_anew
@@ -79,7 +79,7 @@ def train(
         str, _training(f"Kind of network: {', '.join(BACKBONES)}.", **opt.among(BACKBONES))
     ] = "fc_resnet",
     blocks: Annotated[
-        int | None, _training("Number of residual blocks.", show_default="5; vit: 7")
+        int | None, _training("Number of blocks.", show_default="5; vit: 7; orthogonal: 12")
     ] = None,
     hidden: Annotated[
         int | None,
@@ -108,25 +108,31 @@ def train(
         _training("Weight of the transport energy.", "--alpha", show_default="fc: 0.01"),
     ] = None,
     epochs: Annotated[
-        int | None, _training("Number of passes over the data.", show_default="fc: 30")
+        int | None,
+        _training("Number of passes over the data.", show_default="fc: 30; orthogonal: 60"),
     ] = None,
     batch_size: Annotated[int | None, _training("Rows per step.", show_default="fc: 128")] = None,
     learning_rate: Annotated[
-        float | None, _training("Highest learning rate.", show_default="fc: 0.05")
+        float | None,
+        _training("Highest learning rate.", show_default="fc: 0.05; orthogonal: 0.0005"),
     ] = None,
     optimizer: Annotated[
-        str | None, _training("sgd, adamw or orthogonal_muon.", show_default="fc: sgd")
+        str | None, _training("sgd, adamw or orthogonal_muon.", show_default="that of the recipe")
     ] = None,
     weight_decay: Annotated[
         float | None, _training("Weight decay.", show_default="fc: 0.0005")
     ] = None,
     target_margin: Annotated[
         float | None,
-        _training("orthogonal: certified radius to train for.", "--margin", show_default="0.5"),
+        _training(
+            "orthogonal: certified radius to train for, in units of the inputs.",
+            "--margin",
+            show_default="0.5",
+        ),
     ] = None,
     augment: Annotated[
         str | None,
-        _training("Images: none, affine, light or strong.", show_default="none; vit: strong"),
+        _training("Images: none, affine, light or strong.", show_default="that of the recipe"),
     ] = None,
     max_seconds: opt.MaxSeconds = None,
     validation: Annotated[
@@ -136,8 +142,8 @@ def train(
     """Train a residual network whose blocks move the data as little as possible.
 
     The training minimizes loss + alpha * transport energy. The network standardizes its
-    inputs itself. Every epoch is saved, and after an interruption the same command
-    resumes. Use --force to replace a finished network.
+    inputs itself, unless it is orthogonal. Every epoch is saved, and after an
+    interruption the same command resumes. Use --force to replace a finished network.
 
     Text columns become one-hot columns, and missing text is a category of its own. A
     missing number becomes the median of the train part, and a further column marks it.
@@ -162,6 +168,8 @@ def train(
     if epochs is not None:  # a short training does not consist of warm-up alone
         changes["warmup"] = min(training.recipe(recipe).warmup, epochs / 2)
     config = training.recipe(recipe, **changes, seed=seed, device=device)
+    asks = target_margin is None or config.loss == "soft_margin"
+    require(asks, "margin", "none, as only the recipe orthogonal asks for margins", target_margin)
     check_device(device)
     dataset = choice.load(data_dir)
     if dataset.train_names and dataset.input_shape[:-2] == (1,):  # images (1, H, W) of a folder
@@ -194,21 +202,22 @@ def train(
 def train_net(
     dataset: Dataset, config: TrainConfig, *, validation: float = 0.0, **options: Any
 ) -> tuple[Backbone, TrainResult]:
-    """Inputs are standardized, tables by feature, images as one, except for an orthogonal network,
-    whose margins are lengths of inputs; `options` of `fit_backbone`. The width of the blocks of an
-    fc_resnet is `usual_width` unless given."""
+    """Inputs are standardized, tables by feature, images as one, except for an orthogonal network;
+    `options` of `fit_backbone`. The width of the blocks of an fc_resnet is `usual_width` unless
+    given."""
     x, y = dataset.train_x, dataset.train_y
     parts = [x, y] if validation == 0.0 else split(dataset, validation, config.seed)
     options |= {"task": dataset.task, "n_outputs": len(dataset.classes) or 1}
-    inputs = Standardizer.fit(x, "all" if x.dim() > 2 else "feature", dataset.feature_names or ())
-    if options.get("kind") == "orthogonal":
-        inputs = Standardizer(x.new_zeros(()), x.new_ones(()))
-    if isinstance(dataset.preparation, TableEncoding):
-        inputs = dataset.preparation.unscaled(inputs)
+    if options.get("kind") != "orthogonal":
+        names = dataset.feature_names or ()
+        inputs = Standardizer.fit(x, "all" if x.dim() > 2 else "feature", names)
+        if isinstance(dataset.preparation, TableEncoding):
+            inputs = dataset.preparation.unscaled(inputs)
+        options["inputs"] = inputs
     if options.get("kind", "fc_resnet") == "fc_resnet":
         usual = {"hidden": usual_width(dataset.input_shape, len(x))}
         options["options"] = usual | options.get("options", {})
-    return fit_backbone(parts, config, inputs=inputs, bounds=dataset.bounds, **options)
+    return fit_backbone(parts, config, bounds=dataset.bounds, **options)
 
 
 def training_record(

@@ -24,7 +24,7 @@ from otad.model.conversion import ArrayLike, converted
 from otad.model.otad import OTAD, keys_of
 from otad.model.prototypes import PrototypeNet, prototype_net
 from otad.nets import Backbone, Lift, Metric, PretrainedMetric, lifted_net
-from otad.nets.adapt import Adapted, adapted
+from otad.nets.adapt import UNREAD, Adapted, adapted
 from otad.nets.inputs import output_of
 from otad.nets.lift import MARGIN
 from otad.nets.lipschitz import is_lipschitz_in_l2
@@ -141,7 +141,9 @@ def defend(
         made = _points(net, x, y, bounds)
         answering = {"scope": "global"} | answering
     else:
-        made = _adapted(net, x, y, inputs, bounds)
+        # Short distances do not survive the rounding of a bank in half precision.
+        unread = UNREAD if bank_dtype == torch.float32 else 1.0
+        made = _adapted(net, x, y, inputs, bounds, unread)
     if not isinstance(net, Backbone):  # which has a task of its own
         warn_of_labels(y, "y", "for classification, pass labels as integers", stacklevel=5)
     backbone = made.backbone.eval()
@@ -201,7 +203,7 @@ def defend(
 
 
 def _adapted(
-    net: nn.Module | None, x: Tensor, y: Tensor, inputs: str, bounds: Bounds | None
+    net: nn.Module | None, x: Tensor, y: Tensor, inputs: str, bounds: Bounds | None, unread: float
 ) -> Adapted:
     if net is None:
         raise InputError("net: expected a module, or inputs='pixels' to do without, got None")
@@ -214,7 +216,8 @@ def _adapted(
         inputs = "features"
     task = _task(x, y)
     rows = spread_rows(len(x), SAMPLE)
-    return adapted(net, x[rows.to(x.device)], inputs=inputs, task=task, bounds=bounds)
+    how: dict[str, Any] = {"inputs": inputs, "unread": unread, "task": task, "bounds": bounds}
+    return adapted(net, x[rows.to(x.device)], **how)
 
 
 @torch.no_grad()

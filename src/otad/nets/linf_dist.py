@@ -68,6 +68,7 @@ class LinfDistNet(LipschitzNet):
     'linf'
     """
 
+    norm = "linf"
     settings = ("widths",)
     is_capturable = False  # the order is not a tensor where it is infinite
 
@@ -107,7 +108,9 @@ class LinfDistNet(LipschitzNet):
     @property
     def lipschitz(self) -> LipschitzBound:
         added = (part for layer in self.layers for part in (layer.weight, layer.mean))
-        return LipschitzBound("linf", 1.0, sum(float(part.detach().abs().max()) for part in added))
+        return LipschitzBound(
+            self.norm, 1.0, sum(float(part.detach().abs().max()) for part in added)
+        )
 
 
 class DistanceLayer(nn.Module):

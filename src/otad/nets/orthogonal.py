@@ -159,7 +159,7 @@ class OrthogonalNet(LipschitzNet):
         with torch.no_grad():
             still = exact._hidden(exact.mean.new_zeros(1, 1, 1, 1))
         largest = max(float(torch.linalg.vector_norm(each)) for each in still)
-        return LipschitzBound("l2", constant, ROUNDING * constant * largest)
+        return LipschitzBound(self.norm, constant, ROUNDING * constant * largest)
 
 
 class Stage(nn.Module):

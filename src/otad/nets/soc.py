@@ -126,7 +126,7 @@ class SOCNet(LipschitzNet):
         layers = [layer for layer in self.layers if isinstance(layer, SkewConv)]
         constant = ROUNDING * math.prod(1 + layer.error_bound() for layer in layers)
         added = sum(float(layer.bias.detach().norm()) * layer.pixels**0.5 for layer in layers)
-        return LipschitzBound("l2", constant, ROUNDING * constant * added)
+        return LipschitzBound(self.norm, constant, ROUNDING * constant * added)
 
 
 class SkewConv(nn.Module):

@@ -47,7 +47,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "augment": "strong", "mixing": 0.5, "ema": 0.999, "mixed_precision": True,
         "whole_batches": True,
     },
-    # For orthogonal networks, trained for certified radii of `target_margin`, in units of inputs.
+    # For orthogonal networks, trained for certified radii of `target_margin`.
     "orthogonal": {
         "epochs": 60, "optimizer": "orthogonal_muon", "learning_rate": 5e-4, "warmup": 0.5,
         "weight_decay": 0.0, "loss": "soft_margin", "target_margin": 0.5,
@@ -161,7 +161,8 @@ def fit_backbone(
     """Make a backbone for the data and train it.
 
     The network standardizes its inputs, by default by the statistics of each feature, or of each
-    channel of images, in train_x. In regression the targets are standardized for the training.
+    channel of images, in train_x. An orthogonal network takes them as they are, so that margins are
+    lengths of inputs. In regression the targets are standardized for the training.
     Afterwards the head gives values in the units of the targets, and so do the records.
 
     Parameters
@@ -194,7 +195,9 @@ def fit_backbone(
     """
     require(len(data) in (2, 4), "data", "two or four tensors", len(data))
     train_x, parts, units = data[0], list(data), None
-    if inputs is None:
+    if inputs is None and kind == "orthogonal":
+        inputs = Standardizer(train_x.new_zeros(()), train_x.new_ones(()))
+    elif inputs is None:
         inputs = Standardizer.fit(train_x, usual_statistics(train_x))
     about: dict[str, Any] = {"inputs": inputs, "seed": config.seed, "task": task, "bounds": bounds}
     net = make_backbone(kind, train_x.shape[1:], n_outputs, **about, **options or {})
