@@ -156,8 +156,10 @@ def test_features_of_a_network_with_a_constant_are_lifted_as_they_are(inputs: st
 
 
 @pytest.mark.filterwarnings("ignore:defense")
-def test_a_bank_in_half_precision_leaves_no_pair_out() -> None:
-    x, y, _ = digits()
-    coarse = otad.defend(trained(), x, y, scope="global", bank_dtype=torch.bfloat16, progress=False)
-    assert coarse.backbone.unread == 1
-    assert len(coarse.potential.left_out) == 0
+def test_a_bank_in_half_precision_keeps_distances_long() -> None:
+    how = {"scope": "global", "bank_dtype": torch.bfloat16, "progress": False}
+    long, short = (
+        otad.defend(net, *digits()[:2], **how) for net in (trained(), feature_lift(trained(), 0.1))
+    )
+    assert (long.backbone.unread, short.backbone.unread) == (1, 0.1)
+    assert len(long.potential.left_out) < len(short.potential.left_out)
