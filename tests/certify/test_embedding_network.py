@@ -157,7 +157,7 @@ def test_features_of_a_network_with_a_constant_are_lifted_as_they_are(inputs: st
 
 @pytest.mark.filterwarnings("ignore:defense")
 def test_a_bank_in_half_precision_keeps_distances_long() -> None:
-    how = {"scope": "global", "bank_dtype": torch.bfloat16, "progress": False}
+    how = {"scope": "global", "smoothness": 2.0, "bank_dtype": torch.bfloat16, "progress": False}
     long, short = (
         otad.defend(net, *digits()[:2], **how) for net in (trained(), feature_lift(trained(), 0.1))
     )
