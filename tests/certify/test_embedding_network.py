@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import otad
 from otad.certify import certify
-from otad.nets import LinfDistNet, OrthogonalNet, feature_lift
+from otad.nets import LinfDistNet, OrthogonalNet, SOCNet, feature_lift
 from otad.nets.adapt import UNREAD
 from otad.training import TrainConfig, train
 
@@ -153,6 +153,20 @@ def test_features_of_a_network_with_a_constant_are_lifted_as_they_are(inputs: st
     assert lifted.backbone.inner is trained()
     assert lifted.backbone.unread == UNREAD
     assert bool((certify(lifted, test).radius > 0).any())
+
+
+@pytest.mark.filterwarnings("ignore:defense")
+def test_any_network_with_a_constant_in_l2_is_lifted_and_no_other() -> None:
+    x, y, test = digits()
+    soc = SOCNet((1, 8, 8), 10, widths=(4,), bounds=(0.0, 1.0)).eval()
+    lifted = otad.defend(soc, x, y, scope="global", progress=False)
+    with torch.no_grad():
+        torch.testing.assert_close(lifted(x[:20]), soc(x[:20]), rtol=1e-3, atol=1e-3)
+    found = certify(lifted, test)
+    assert bool((found.radius > 0).all())
+    assert not bool(turned(lifted, test, 0.999999 * found.radius).any())
+    linf = LinfDistNet((1, 8, 8), 10, widths=(8,), bounds=(0.0, 1.0)).eval()
+    assert otad.defend(linf, x, y, progress=False).backbone is linf
 
 
 @pytest.mark.filterwarnings("ignore:defense")
