@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +51,10 @@ class RandomNoise(Attack):
     draws: int = option(100, check_count)
     name = "noise"
     family = "random"
+    version = 2
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        survivors = Survivors(target, x, ball)
+        survivors, generator = Survivors(target, x, ball), on_device(generator, x)
         for draw in range(self.draws):
             rows = survivors.rows
             if not len(rows):
@@ -89,12 +91,13 @@ class RandomSearch(Attack):
     queries: int = option(2000, check_count, least=2)
     name = "random_search"
     family = "black-box"
+    version = 2
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
-        free = ball.free_features(x).cpu()
+        free = ball.free_features(x)
         if not len(free):
             return x
-        survivors = Survivors(target, x, ball)
+        survivors, generator = Survivors(target, x, ball), on_device(generator, x)
         rows, moved, length = survivors.rows, x, x.new_full((len(x),), ball.eps)
         for _ in range(self.queries):
             before = survivors.gain[rows]
@@ -116,14 +119,25 @@ def _sparse_draw(x: Tensor, free: Tensor, generator: torch.Generator) -> Tensor:
 
     All other features are 0."""
     count = len(x)
-    share = len(free) ** -torch.rand(count, 1, generator=generator)
-    values = torch.randn(count, len(free), generator=generator)
-    chosen = torch.rand(count, len(free), generator=generator) < share
-    chosen[torch.arange(count), torch.randint(len(free), (count,), generator=generator)] = True
-    drawn = values * chosen
+    place: dict[str, Any] = {"generator": generator, "device": x.device}
+    share = len(free) ** -torch.rand(count, 1, **place)
+    values = torch.randn(count, len(free), **place)
+    chosen = torch.rand(count, len(free), **place) < share
+    chosen.scatter_(1, torch.randint(len(free), (count, 1), **place), True)
+    drawn: Tensor = values * chosen
     if len(free) < x[0].numel():
-        drawn = torch.zeros(count, x[0].numel()).index_copy_(1, free, drawn)
+        drawn = drawn.new_zeros(count, x[0].numel()).index_copy_(1, free, drawn)
     return drawn.view(x.shape).to(x)
+
+
+def on_device(generator: torch.Generator, x: Tensor) -> torch.Generator:
+    """Return the generator if x is on the CPU, otherwise one on the device of x, seeded by it.
+
+    A GPU draws millions of numbers in the time that their transfer alone would take."""
+    if x.device.type == "cpu":
+        return generator
+    seed = int(torch.randint(2**62, (), generator=generator))
+    return torch.Generator(x.device).manual_seed(seed)
 
 
 @register_attack
