@@ -50,6 +50,15 @@ def test_all_inputs_or_some_of_each_class_are_smoothed() -> None:
     assert torch.equal(some.labels, y[taken])
 
 
+def test_points_with_the_same_neighbors_have_equal_means() -> None:
+    """Sums in another order would differ in the last digit, and their answers be far too steep."""
+    generator = torch.Generator().manual_seed(0)
+    groups = torch.randn(50, 1, 3, generator=generator) * 100
+    x = (groups + torch.randn(50, 5, 3, generator=generator)).flatten(0, 1)
+    means = class_means(x, torch.zeros(250, dtype=torch.int64), 5, torch.arange(250))
+    assert (means.view(50, 5, 3) == means.view(50, 5, 3)[:, :1]).all()
+
+
 def test_the_net_is_the_model_of_its_bank() -> None:
     x, y = moons(80)
     net = prototypes(x, y, neighbors=3)

@@ -257,8 +257,9 @@ def class_means(
         for done, label in enumerate(classes, 1):
             own, asked = points[labels == label], labels[rows] == label
             nearest = TorchSearch(own)(means[asked], min(neighbors, len(own))).indices
-            shares = [own[column] / nearest.shape[1] for column in nearest.unbind(1)]
-            means[asked] = torch.stack(shares).sum(0)
+            # Sums in the order of the points: the same neighbors must give the same mean.
+            shares = [own[column] / nearest.shape[1] for column in nearest.sort(1).values.unbind(1)]
+            means[asked] = sum(shares[1:], shares[0])
             report(done, len(classes))
     return means
 
