@@ -130,8 +130,8 @@ def test_units_and_stated_constants_count() -> None:
     unit = torch.full((1, 8, 8), 2.0)
     halved = certify(victim, x, unit=unit).radius
     torch.testing.assert_close(halved, plain / 2, rtol=1e-3, atol=1e-4)
-    stated = certify(victim, x, embedding_lipschitz=20.0)  # ten times the constant 1 / std
-    assert bool((stated.radius < plain / 9).all())
+    stated = certify(victim, x, embedding_lipschitz=20.0)  # instead of 1
+    torch.testing.assert_close(stated.radius, plain / 20, rtol=1e-2, atol=1e-5)
     assert "as stated" in "; ".join(stated.assumptions)
 
 
