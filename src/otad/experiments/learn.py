@@ -19,7 +19,6 @@ from otad.experiments.spec import BLOCKLESS, MetricSpec, NetSpec, Options, Purif
 from otad.io.codec import digest_of
 from otad.io.environment import resident_peak
 from otad.model.prototypes import prototype_net
-from otad.nets.lipschitz import LipschitzNet
 from otad.nets.pretrained import efficientnet_lite0
 from otad.training import make_backbone
 from otad.training.adversary import Adversary
@@ -79,16 +78,6 @@ def fresh_net(spec: NetSpec, data: Dataset, seed: int, device: str = "cpu") -> n
         if spec.kind == "fc":
             return make_backbone("fc_resnet", *sizes, residual=spec.residual, **common)
         return make_backbone(spec.kind, *sizes, **common)
-
-
-def mean_of(members: list[Learned[nets.Backbone]]) -> tuple[nets.MeanNet, Options, Options, float]:
-    """The mean of trained nets, their settings but for the seed, results and all seconds."""
-    records = [member.record for member in members]
-    results = records[0].results | {
-        "train_score": sum(record.results["train_score"] for record in records) / len(records)
-    }
-    net = nets.MeanNet([cast(LipschitzNet, member.net) for member in members])
-    return net, records[0].train or {}, results, sum(record.seconds for record in records)
 
 
 def fresh_metric(

@@ -59,8 +59,7 @@ class NetSpec:
     its own ("lifted"), labeled points drawn from the train part, which are the weights of their own
     map ("prototypes"), a vision transformer ("vit"), a ResNet ("resnet"), or a net with a proved
     Lipschitz constant ("orthogonal", "linf_dist", "soc"). The last two and ResNets have no
-    `blocks`. A table `adversary` among the training settings asks for adversarial training. Several
-    `members` are trained from one seed after another, and the net is their mean."""
+    `blocks`. A table `adversary` among the training settings asks for adversarial training."""
 
     data: DataName
     kind: Literal[
@@ -73,7 +72,6 @@ class NetSpec:
     recipe: str | None = None
     train: Options = field(default_factory=dict)  # training settings, over those of the recipe
     untrained: bool = False  # prototypes as drawn
-    members: Count = 1
     choose: Choice | None = None
     bank: Literal["float32", "float16", "bfloat16"] = "float32"  # inputs and features
 

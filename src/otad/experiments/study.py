@@ -88,27 +88,21 @@ class Study:
     @once
     def net(self, key: str) -> Learned[Backbone]:
         """A net, trained with the setting that its table `choose` chooses, if there is one."""
-        settings = (spec := self.experiment.nets[key]).settings
+        spec = self.experiment.nets[key]
+        settings, source = spec.settings, self.source(spec.data)
         if spec.choose is not None:
             found = tuple(self._try(key, spec.choose, value) for value in spec.choose.values)
             best = max(found, key=lambda candidate: candidate.score.rank)
             self.candidates[key] = found
             settings = settings | {spec.choose.setting: best.value}
-        seeds = range(self.seed, self.seed + spec.members)
-        members = [self._member(key, seed, settings) for seed in seeds]
-        return members[0] if len(members) == 1 else self._learned(key, *making.mean_of(members))
-
-    def _member(self, key: str, seed: int, settings: Options) -> Learned[Backbone]:
-        spec = self.experiment.nets[key]
-        source, label = self.source(spec.data), key if spec.members == 1 else f"{key} {seed}"
-        config = config_of(TrainConfig, settings, seed=seed, device=self.device)
-        net = making.fresh_net(spec, source.data, seed, self.device)
+        config = config_of(TrainConfig, settings, seed=self.seed, device=self.device)
+        net = making.fresh_net(spec, source.data, self.seed, self.device)
         if spec.untrained:
             return self._learned(key, net, asdict(config), {"train_score": None})
         # Options decide how prototypes are drawn, which their configuration does not show.
         identity = [source.fingerprint, spec.normalize, spec.options]
         learn = partial(train, net, source.train, config)
-        return self._train("nets", label, net, config, identity, learn)
+        return self._train("nets", key, net, config, identity, learn)
 
     def _try(self, key: str, choice: Choice, value: float) -> records.Candidate:
         """The score of a value, from an experiment of its own on the train part."""
@@ -160,7 +154,8 @@ class Study:
         model = self.defended(spec.row)
         config = config_of(CipNetConfig, spec.train, seed=self.seed, device=self.device)
         with refusing("options: expected those of CipNet"):
-            net = CipNet(model.backbone.dim, model.n_neighbors, generator=generator, **spec.options)
+            sizes = model.backbone.dim, model.n_neighbors
+            net = CipNet(*sizes, generator=generator, **spec.options)
 
         def learn(**saving: Any) -> Any:
             taught = {"alpha": spec.alpha, "held_out": spec.held_out, **saving}
@@ -177,7 +172,8 @@ class Study:
         if spec.kind == "median_filter":
             self.report(f"train {label}", 1, 1)
             return self._learned(label, purifier, None, {})
-        config = config_of(LoopConfig, DEFAULTS | spec.train, seed=self.seed, device=self.device)
+        place = {"seed": self.seed, "device": self.device}
+        config = config_of(LoopConfig, DEFAULTS | spec.train, **place)
         identity: list[Any] = [source.fingerprint]
         about = Options(settings=asdict(config))
         if spec.attack is not None:
@@ -248,15 +244,18 @@ class Study:
         net = self.metric(metric).net
         x = self.source(self.experiment.metrics[metric].data).data.train_x
         with self.timed(f"keys by {metric}") as report, torch.no_grad():
-            return torch.cat([net(b) for b in measuring.batches_of(x, net.mean.device, report)])
+            batches = measuring.batches_of(x, net.mean.device, report)
+            return torch.cat([net(part) for part in batches])
 
     @once
     def right(self, net: str) -> Tensor:
         """Which train points (N,) a net gets right under the adversary that it was trained with."""
-        spec, model = self.experiment.nets[net], self.net(net).net
+        spec, source = self.experiment.nets[net], self.source(self.experiment.nets[net].data)
         adversary = cast(Adversary, config_of(TrainConfig, spec.settings).adversary)
         with self.timed(f"train points that {net} gets right") as report:
-            of = measuring.Subject(model, model, self.source(spec.data).data, self.seed, report)
+            of = measuring.Subject(
+                model := self.net(net).net, model, source.data, self.seed, report
+            )
             return measuring.right_under_attack(of, adversary)
 
     def bank_rows(self, row: RowSpec) -> Tensor | None:
@@ -381,13 +380,13 @@ class Study:
         def measure(report: Counter) -> records.Regularity:
             return measuring.measure_regularity(self._subject(keys[0], report))
 
-        identity = self.identity(keys[0])
-        return self.part(f"regularity of {net}", records.Regularity, identity, measure)
+        name = f"regularity of {net}"
+        return self.part(name, records.Regularity, self.identity(keys[0]), measure)
 
     def _subject(self, key: str, report: Counter) -> measuring.Subject:
-        row = self.experiment.rows[key]
-        about = self.net(row.net).net, self.data(row), self.seed, report
-        return measuring.Subject(self.model(key), *about)
+        row, model = self.experiment.rows[key], self.model(key)
+        net, data = self.net(row.net).net, self.data(row)
+        return measuring.Subject(model, net, data, self.seed, report)
 
     def part(
         self, label: str, kind: type[Part], identity: Any, measure: Callable[[Counter], Part]

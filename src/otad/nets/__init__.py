@@ -18,7 +18,6 @@ from otad.nets.fully_connected import FCResNet, LiftedNet, fc_resnet, lifted_net
 from otad.nets.lift import Lift, feature_lift
 from otad.nets.linf_dist import LinfDistNet
 from otad.nets.lipschitz import LipschitzMetric
-from otad.nets.mean import MeanNet
 from otad.nets.metric_nets import AttentionMetric, CNNMetric, ResNetMetric, ViTMetric
 from otad.nets.orthogonal import OrthogonalNet
 from otad.nets.pretrained import PretrainedMetric, register_features
@@ -28,7 +27,7 @@ from otad.nets.vit import VisionTransformer, vision_transformer
 
 __all__ = [
     "AttentionMetric", "Backbone", "CNNMetric", "FCResNet", "Lift", "LiftedNet", "LinearHead",
-    "LinfDistNet", "LipschitzBound", "LipschitzMetric", "MeanNet", "Metric", "OrthogonalNet",
+    "LinfDistNet", "LipschitzBound", "LipschitzMetric", "Metric", "OrthogonalNet",
     "PretrainedMetric", "ResNet", "ResNetMetric", "SOCNet", "SequentialBackbone", "ViTMetric",
     "VisionTransformer", "adapt", "build", "build_metric", "fc_resnet", "feature_lift",
     "lifted_net", "load_net", "metric_of", "only_normalizes", "plain_net", "register",
