@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from otad.errors import InputError, OtadError
 
 WORKING_DTYPES = (torch.float32, torch.float64)
+MOST_VALUES = 2**28  # of one input, and of what a layer from a file returns for it
 MOST_BLOCKS = 10_000  # of a network: more is a typing error, which would take hours to build
 _FEW_ENTRIES = 10_000
 STORAGE_DTYPES = (torch.float16, torch.bfloat16, *WORKING_DTYPES)

@@ -257,3 +257,9 @@ def test_modules_that_json_cannot_describe_are_refused() -> None:
     assert net.config() == config
     config["blocks"][0]["layers"][0]["layer"] = "os.system"
     refuses(build, config, match=r"layer: .*Identity.* got 'os\.system'")
+
+
+@pytest.mark.parametrize("shape", [(2**40,), (2**10, 2**10, 2**10)])
+def test_huge_inputs_are_refused_before_they_use_memory(shape: tuple[int, ...]) -> None:
+    refuses(nets.fc_resnet, shape, 2, match="at most 268435456 values")
+    refuses(nets.ViTMetric, shape, match="at most 268435456 values")

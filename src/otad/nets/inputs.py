@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch.nn.modules.module import (
 )
 
 from otad.checks import (
+    MOST_VALUES,
     check_bounds,
     check_choice,
     check_count,
@@ -60,6 +62,8 @@ class InputNet(nn.Module):
         super().__init__()
         require(len(input_shape) > 0, "input_shape", "at least one axis", "()")
         self.input_shape = tuple(check_count(size, "input_shape") for size in input_shape)
+        fits = math.prod(self.input_shape) <= MOST_VALUES  # not all systems refuse huge tensors
+        require(fits, "input_shape", f"at most {MOST_VALUES} values", self.input_shape)
         self.bounds = None if bounds is None else check_bounds(bounds)
         for name, value in (("mean", mean), ("std", std)):
             given = torch.as_tensor(value, dtype=torch.get_default_dtype())  # the dtype of layers

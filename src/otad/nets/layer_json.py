@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from otad.checks import require
-
-MOST_VALUES = 2**28  # the most numbers that a layer from a file may return for one input
+from otad.checks import MOST_VALUES, require
 
 # The constructor arguments of layers in torch.nn, which are attributes of the layer as well.
 _CONV = "in_channels out_channels kernel_size stride padding {}dilation groups bias padding_mode"
