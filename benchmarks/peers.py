@@ -66,11 +66,11 @@ def _ours(
 ) -> Solve:
     """Return our solver, from tensors to z', including the checks of the problem."""
     parts = [t.to(device, dtype) for t in (instance.query, instance.anchors, instance.images)]
-    curvature = (instance.smoothness, instance.strong_convexity)
+    curvature, solver = (instance.smoothness, instance.strong_convexity), cip.ExactCip()
 
     def solve(rows: slice) -> Found:
         problem = cip.CipProblem(*(t[rows] for t in parts), *curvature)
-        return cip.ExactCip()(problem).image, None
+        return solver(problem).image, None
 
     return solve
 

@@ -108,7 +108,6 @@ def test_products_of_long_rows(generator, dtype: torch.dtype, with_offsets: bool
     query, anchors, images = (normal(generator, 3, *more, 9_000) for more in ((), (8,), (8,)))
     problem = CipProblem(query.to(dtype), anchors.to(dtype), images.to(dtype), smoothness=2.0)
     products = products_of(problem, None, with_offsets=with_offsets)
-    assert len(products.values) > 1
     query, anchors, images = (vars(problem)[k].double() for k in ("query", "anchors", "images"))
     offsets, centered = anchors - query[:, None], images - images[:, :1]
 

@@ -232,6 +232,12 @@ def test_gradient_of_a_streamed_problem(low, generator, monkeypatch) -> None:
     assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-5)
 
 
+def solved_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr("otad.cip.local.solver.can_compile", lambda problem: False)
+    monkeypatch.setattr("otad.cip.local.solver.can_solve", lambda products: True)
+
+
 def attempt(problem: CipProblem, on_failure: str, device: str) -> list[Tensor]:
     """The gradient and what else was found."""
     parts = (problem.query, problem.anchors, problem.images)
@@ -251,7 +257,7 @@ def test_the_solver_puts_all_rows_together(on_failure, generator, monkeypatch) -
     problem.images[2] *= 1e160
     expected = attempt(problem, on_failure, "cpu")
     if not HAS_CUDA:
-        monkeypatch.setattr("otad.cip.local.solver.can_solve", lambda products: True)
+        solved_by_kernels(monkeypatch)
     assert_close(attempt(problem, on_failure, DEVICE), expected, equal_nan=True)
     with pytest.raises(SolverError, match=r"2 of 3 .*0 \(INFEASIBLE\), 2 \(UNSOLVED\)"):
         attempt(problem, "raise", DEVICE)
@@ -262,8 +268,7 @@ def test_wrong_values_are_found_by_the_kernels(wrong, count, generator, monkeypa
     """Nothing outside the bank is read, and the error is that of the constructor on a CPU."""
     for module in ("products", "feature"):
         monkeypatch.setattr(f"otad.cip.local.{module}.can_stream", lambda problem: True)
-    monkeypatch.setattr("otad.cip.local.solver.can_solve", lambda products: True)
-    monkeypatch.setattr(ExactCip, "_is_small", lambda self, problem: False)
+    solved_by_kernels(monkeypatch)
     inputs = torch.randn(20, 40, generator=generator).to(DEVICE)
     indices = torch.rand(2, 20, generator=generator).argsort(1)[:, :count].to(DEVICE)
     query = inputs[indices].mean(1)

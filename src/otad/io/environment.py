@@ -18,8 +18,8 @@ import torch
 
 from otad.checks import require
 
-PACKAGES = "otad torch numpy scipy cvxpy clarabel proxsuite POT pyautoattack nevergrad foolbox"
-PACKAGES += " adversarial-robustness-toolbox"
+PACKAGES = "otad torch numpy numba scipy cvxpy clarabel proxsuite POT pyautoattack nevergrad"
+PACKAGES += " foolbox adversarial-robustness-toolbox"
 OLDEST_TRITON = (3, 3)
 
 
@@ -109,6 +109,12 @@ def _memory(name: str) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@cache
+def has_numba() -> bool:
+    """Return whether Numba is installed. Some platforms have no build of it."""
+    return importlib.util.find_spec("numba") is not None
 
 
 @cache

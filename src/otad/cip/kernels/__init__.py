@@ -1,1 +1,1 @@
-"""Triton kernels of the solver; importing them needs Triton."""
+"""Compiled code of the solver: `cpu` needs Numba, all others need Triton."""

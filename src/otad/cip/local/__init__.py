@@ -6,6 +6,6 @@
 4. solve the quadratic program of eq. (3)      `simplex_qp`
 5. compute the feature z' and its gradient     `feature`
 
-`solver` calls steps 2 to 5. `solve_torch` runs steps 2 to 4 for a batch; on a GPU the kernel
-`otad.cip.kernels.row` does, and `stream_triton` reads neighbors without gathering them. Without
-gradients on a CPU, `solve_arrays` solves most rows of a batch, and `solve_numpy` a few rows."""
+`solver` calls steps 2 to 5. `solve_torch` runs steps 2 to 4 for a batch, but mostly compiled code
+does: on a CPU that of `otad.cip.kernels.cpu`, which `solve_compiled` calls, and on a GPU the kernel
+`otad.cip.kernels.row`, for which `stream_triton` reads neighbors without gathering them."""

@@ -62,12 +62,19 @@ def feature(
     sensitivity: Tensor | None,
     convexity: Tensor | None,
     chunk: int | None = None,
+    image: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return z' (B,d), the value and the multipliers, differentiable if gradients are on."""
+    """Return z' (B,d), the value and the multipliers, differentiable if gradients are on.
+
+    z' is assembled unless it is given as the `image`."""
+    if image is None:
+        with torch.no_grad():
+            image = assemble(problem, multipliers, convexity, chunk)
+    made = image, value, multipliers
     if not (problem.query.requires_grad and torch.is_grad_enabled()):
-        return assemble(problem, multipliers, convexity, chunk), value, multipliers
+        return made
     found: tuple[Tensor, Tensor, Tensor] = DifferentiableMap.apply(  # type: ignore[no-untyped-call]
-        problem.query, problem, multipliers, value, sensitivity, convexity, chunk
+        problem.query, problem, made, sensitivity, convexity, chunk
     )
     return found
 
@@ -77,13 +84,12 @@ class DifferentiableMap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, problem: RowProblem, *constants: Any) -> tuple[Any, ...]:
-        multipliers, value, sensitivity, convexity, ctx.chunk = constants
-        image = assemble(problem, multipliers, convexity, ctx.chunk)
+        # As a tuple, because an output that shares memory with an input would confuse autograd.
+        (image, value, multipliers), sensitivity, convexity, ctx.chunk = constants
         ctx.problem = problem
         slope = image.masked_fill(value.isnan()[:, None], 0.0)  # the value of a failed row is fixed
         ctx.save_for_backward(slope, sensitivity, convexity)
-        # Copies: an output that shares memory with an input would confuse autograd.
-        return image, value.clone(), multipliers.clone()
+        return image, value, multipliers
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -109,7 +115,7 @@ class DifferentiableMap(torch.autograd.Function):
 
         if not can_stream(problem):
             run_parts(problem_blocks(problem, ctx.chunk), work, grad.device)
-            return grad, *[None] * 6
+            return grad, *[None] * 5
         bank, indices = (problem.inputs, problem.features), problem.indices
         pull = streamed_dots(bank[1], indices, image_grad) + multiplier_grad
         if shift is not None:
@@ -118,4 +124,4 @@ class DifferentiableMap(torch.autograd.Function):
         curved = streamed_combination(bank[1], indices, push)
         if shift is not None:
             curved -= shift * streamed_combination(bank[0], indices, push)
-        return grad + curved, *[None] * 6
+        return grad + curved, *[None] * 5

@@ -11,15 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from otad.cip.execution import blocks, problem_blocks, run_parts
+from otad.cip.execution import blocks, full_precision, problem_blocks, run_parts
 from otad.cip.local.stream_triton import can_stream, streamed_products
+from otad.cip.problem import BankProblem, CipProblem
 from otad.cip.protocols import RowProblem
+from otad.io.environment import has_numba
+from otad.io.mapped_rows import in_file
 
-_CACHE_BYTES = 2**20  # of one core: products of cached memory are the fastest
-_SMALL_PRODUCT = 10**6  # multiplications for which OpenBLAS has kernels that copy nothing
-_FEWEST_COLUMNS = 1000  # of a product, because every call takes time
+Array = NDArray[Any]
+_FEWEST_ROWS = 16  # of a thread: fewer are done before it has started
 NOISE = {torch.float32: 2e-7, torch.float64: 1e-13}  # the relative rounding error of a product
 
 
@@ -117,68 +120,91 @@ class Products:
 def products_of(problem: RowProblem, chunk: int | None, *, with_offsets: bool) -> Products:
     """Return the inner products, by one pass over the neighbors.
 
-    `with_offsets` is needed if some strong convexity is not 0. On the CPU long rows are cut into
-    parts of some columns."""
+    `with_offsets` is needed if some strong convexity is not 0."""
     if can_stream(problem):
         return Products(*streamed_products(problem, with_offsets=with_offsets), with_offsets)
-    batch, count, dim = problem.shape
-    queries, height = problem.query.detach(), 2 * count if with_offsets else count
-    most, width = batch, dim
-    if queries.is_cpu:
-        fitting = _CACHE_BYTES // (2 * count * queries.element_size())
-        small = min(fitting, _SMALL_PRODUCT // (2 * count * count))
-        most, width = max(1, fitting // dim), min(dim, max(_FEWEST_COLUMNS, small))
-    parts = blocks(dim, width)
-    values = queries.new_empty((len(parts), batch, height, 2 * count))
-    squares = queries.new_empty((len(parts), batch, count))
-    whole = as_array(queries), as_array(values), as_array(squares)
-    free: list[Any] = []  # stacks to use again, because new memory costs as much as filling it
+    (batch, count, _), query = problem.shape, problem.query.detach()
+    values = query.new_empty((1, batch, 2 * count if with_offsets else count, 2 * count))
+    squares = query.new_empty((1, batch, count))
 
-    @np.errstate(all="ignore")  # rows that overflow are found later
     def work(rows: slice) -> None:
-        query, *out = whole[0][rows], whole[1][:, rows], whole[2][:, rows]
-        pairs = problem.anchors_of(rows), problem.images_of(rows)
-        anchors, images = (as_array(part.to(queries.dtype)) for part in pairs)
-        size = min(most, len(query)), 2 * count, width
-        stack = free.pop() if free else as_array(queries.new_empty(size))
-        for at in blocks(len(query), len(stack)):
-            for part, of in enumerate(parts):
-                arrays = query[at, of], anchors[at, :, of], images[at, :, of]
-                room = stack[: at.stop - at.start, :, : of.stop - of.start]
-                fill_products(*arrays, room, out[0][part, at], out[1][part, at])
-        free.append(stack)
+        points, pair = query[rows], (problem.anchors_of(rows), problem.images_of(rows))
+        anchors, images = (part.to(query.dtype) for part in pair)
+        offsets, first = anchors - points[:, None], images[:, :1]
+        stack = torch.cat((offsets, first, images[:, 1:] - first), 1)
+        torch.matmul(stack if with_offsets else stack[:, count:], stack.mT, out=values[0, rows])
+        torch.linalg.vector_norm(offsets, dim=2, out=squares[0, rows])
 
-    run_parts(problem_blocks(problem, chunk), work, queries.device)
+    if query.is_cpu and has_numba():
+        multiply_compiled(problem, chunk, values[0].numpy(), squares[0].numpy())
+    else:
+        with full_precision(query.device):
+            run_parts(problem_blocks(problem, chunk), work, query.device)
+        squares.square_()
     return Products(values, squares, with_offsets)
 
 
-def as_array(tensor: Tensor) -> Any:
-    """Return a tensor on the CPU as an array of NumPy, and other tensors as they are.
-
-    Small operations and batches of small products take much less time in NumPy than in torch, and
-    its products have full precision."""
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
-
-
-def fill_products(
-    query: Any, anchors: Any, images: Any, stack: Any, values: Any, squares: Any
+def multiply_compiled(
+    problem: RowProblem, chunk: int | None, values: Array, squares: Array
 ) -> None:
-    """Compute `values` and `squares` of `Products` for arrays (B,d) and (B,K,d) in one dtype.
+    """Compute `values` (B,2K or K,2K) and `squares` (B,K) of `Products` on a CPU."""
+    from otad.cip.kernels.cpu import multiply_rows
 
-    The `stack` (B,2K,d) is working memory."""
-    library: Any = torch if isinstance(query, Tensor) else np
-    count, first = anchors.shape[1], stack.shape[1] - values.shape[1]
-    library.subtract(anchors, query[:, None], out=stack[:, :count])
-    stack[:, count] = images[:, 0]
-    library.subtract(images[:, 1:], images[:, :1], out=stack[:, count + 1 :])
-    for start in range(first, 2 * count, count):  # BLAS is slower if the result is square
-        part, out = stack[:, start:][:, :count], values[:, start - first :][:, :count]
-        library.matmul(part, stack.swapaxes(1, 2), out=out)
-    offsets = stack[:, :count]
-    if library is torch:
-        squares.copy_(torch.linalg.vector_norm(offsets, dim=2).square())
+    query = array_of(problem.query)
+
+    def work(rows: slice, *bank: Array) -> None:
+        multiply_rows(query[rows], *bank, values[rows], squares[rows])
+
+    run_compiled(problem, chunk, work)
+
+
+def run_compiled(problem: RowProblem, chunk: int | None, work: Callable[..., None]) -> None:
+    """Call `work` with rows and the arrays of their neighbors, which are a bank (n,d), its features
+    (n,d), and the bank rows (b,K) that are neighbors, on all threads."""
+    bank = _readable(problem)
+
+    def part(rows: slice) -> None:
+        if bank is None:
+            work(rows, *_gathered(problem, rows))
+        else:
+            inputs, features, indices = bank
+            work(rows, inputs, features, indices[rows])
+
+    batch = len(problem.query)
+    share = max(-(-batch // torch.get_num_threads()), _FEWEST_ROWS)
+    parts = problem_blocks(problem, chunk) if bank is None else blocks(batch, share)
+    if len(parts) == 1:
+        part(parts[0])
     else:
-        np.vecdot(offsets, offsets, out=squares)
+        run_parts(parts, part, problem.query.device)
+
+
+def _readable(problem: RowProblem) -> tuple[Array, Array, Array] | None:
+    """Return the neighbors of all rows if compiled code can read them where they are."""
+    (batch, count, dim), dtype = problem.shape, problem.query.dtype
+    if isinstance(problem, CipProblem) and problem.anchors.dtype == dtype:
+        pair = array_of(problem.anchors), array_of(problem.images)
+        inputs, features = (part.reshape(-1, dim) for part in pair)
+        return inputs, features, np.arange(batch * count).reshape(batch, count)
+    if isinstance(problem, BankProblem):
+        parts = problem.inputs, problem.features
+        if all(part.dtype == dtype and in_file(part) is None for part in parts):
+            inputs, features, indices = map(array_of, (*parts, problem.indices))
+            return inputs, features, indices
+    return None
+
+
+def _gathered(problem: RowProblem, rows: slice) -> tuple[Array, Array, Array]:
+    """Return the neighbors of some rows in the dtype of the query."""
+    dtype, (_, count, dim) = problem.query.dtype, problem.shape
+    pair = problem.anchors_of(rows), problem.images_of(rows)
+    inputs, features = (array_of(one.to(dtype)).reshape(-1, dim) for one in pair)
+    return inputs, features, np.arange(len(inputs)).reshape(-1, count)
+
+
+def array_of(tensor: Tensor) -> Array:
+    """Return a tensor on the CPU as a contiguous array."""
+    return np.ascontiguousarray(tensor.numpy(force=True))
 
 
 def _sum_in_double(parts: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The exact, batched, differentiable solver of the convex integration problem.
 
-On a GPU, launching the five hundred small operations of `solve_torch` would take most of the time.
-So `solve_triton` launches one kernel there, once or twice, with a program for each row."""
+Launching the five hundred small operations of `solve_torch` would take most of the time. So
+compiled code solves one row after the other, on a CPU by `solve_compiled` and on a GPU by
+`solve_triton`, and leaves difficult rows to `solve_torch`."""
 
 from __future__ import annotations
 
@@ -13,24 +14,21 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_choice, check_count, holds, require
-from otad.cip.execution import one_thread, row_blocks, run_parts
-from otad.cip.local.feature import feature
+from otad.cip.execution import one_thread
+from otad.cip.local.feature import assemble, feature
 from otad.cip.local.potentials import POTENTIALS
 from otad.cip.local.products import Gram, Products, products_of
 from otad.cip.local.relax import Relaxation
-from otad.cip.local.solve_arrays import can_solve_arrays, solve_arrays
-from otad.cip.local.solve_numpy import MOST_ALONE, solve_numpy
+from otad.cip.local.solve_compiled import solve_compiled
 from otad.cip.local.solve_torch import DualSolution, solve_torch
 from otad.cip.local.stream_triton import MOST_NEIGHBORS, launch, padded_count
 from otad.cip.problem import BankProblem
 from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution, Status
-from otad.io.environment import has_triton
+from otad.io.environment import has_numba, has_triton
 
 MODES = ("consistent", "paper")
 ON_FAILURE = ("raise", "abstain", "fallback")
-_FEW_ROWS, _FEW_VALUES = 16, 2**20  # more are faster side by side
-_MOST_ROWS = 1024  # at a time: more do not fit in the cache
 # The stages of `row_kernel` by the padded K, with the warps of a program and the registers of a
 # thread. With fewer registers a thread has to store some, but more rows are solved side by side.
 STAGES = {
@@ -112,23 +110,29 @@ class ExactCip:
             require(most <= self.max_smoothness, "max_smoothness", least, self.max_smoothness)
         if isinstance(problem, BankProblem):
             problem = problem.fetched()
-        if self._is_small(problem):
-            solution = solve_numpy(problem, self.mode)
-            if solution is not None:
-                return solution
-        return self.solution(problem, self._steps(problem))
+        if can_compile(problem) and not self.spares:
+            return self._compiled(problem)
+        return self.solution(problem, self.solve(problem, self.products(problem)))
 
-    def _is_small(self, problem: RowProblem) -> bool:
-        """Return whether to try to solve the rows by `solve_numpy`, which is faster."""
-        (batch, count, dim), plain = problem.shape, self._is_plain and self.chunk is None
-        values = batch * count * max(dim, count * count)  # of neighbors, and of paths between them
-        few = batch <= _FEW_ROWS and count <= MOST_ALONE and values <= _FEW_VALUES
-        return few and plain and problem.query.is_cpu and not _is_sensitive(problem)
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether all neighbors are used and potentials are canonical."""
-        return self.spares == 0 and self.potential == "canonical"
+    def _compiled(self, problem: RowProblem) -> CipSolution:
+        """Return the solution by compiled code. The rows it leaves over are solved in torch."""
+        how, sensitive = (self.relaxation, self.potential, self.mode), _is_sensitive(problem)
+        found, image, rest = solve_compiled(problem, *how, self.chunk, sensitive=sensitive)
+        if len(rest):
+            left = torch.from_numpy(rest)
+            found = replace(found, map_convexity=found.map_convexity.clone())
+            with torch.no_grad():
+                part, squares = problem.select(left), torch.zeros_like(found.multipliers)
+                products = self.products(part)
+                squares[left] = products.squares.sum(0)
+                with one_thread():
+                    found.overwrite(left, self._solve_in_torch(part, products, sensitive))
+                low = problem.strong_convexity
+                found = found.with_failures_marked(self.on_failure, squares, low)
+                convexity = self._map_convexity(problem, found)
+                some = None if convexity is None else convexity[left]
+                image[left] = assemble(part, found.multipliers[left], some, self.chunk)
+        return self._solution(problem, found, image)
 
     @property
     def relaxation(self) -> Relaxation:
@@ -144,23 +148,6 @@ class ExactCip:
         """Return the inner products of the neighbors, the first step of a solution."""
         with_offsets = problem.has_strong_convexity or self._lowers_convexity
         return products_of(problem, self.chunk, with_offsets=with_offsets)
-
-    def _steps(self, problem: RowProblem) -> DualSolution:
-        """Return the results of the first two steps. On the CPU, threads share the rows."""
-        sensitive, parts = _is_sensitive(problem), row_blocks(problem.query, _MOST_ROWS)
-        if len(parts) == 1:
-            return self.solve(problem, self.products(problem))
-
-        def work(rows: slice) -> tuple[DualSolution, Tensor]:
-            part = problem.select(rows)
-            products = self.products(part)
-            return self._solve_all(part, products, sensitive), products.squares.sum(0)
-
-        found, squares = zip(*run_parts(parts, work, problem.query.device), strict=True)
-        columns = zip(*(vars(part).values() for part in found), strict=True)
-        whole = DualSolution(*(torch.cat(column) for column in columns))
-        low = problem.strong_convexity
-        return whole.with_failures_marked(self.on_failure, torch.cat(squares), low)
 
     def solve(self, problem: RowProblem, products: Products) -> DualSolution:
         """Return potentials and multipliers, the second step of a solution.
@@ -182,11 +169,13 @@ class ExactCip:
                     found.overwrite(left, self._solve(part, high[left], low[left], sensitive))
             else:
                 with one_thread():
-                    found = self._solve_all(problem, products, sensitive)
+                    found = self._solve_in_torch(problem, products, sensitive)
             squares = products.squares.sum(0)
             return found.with_failures_marked(self.on_failure, squares, low)
 
-    def _solve_all(self, problem: RowProblem, products: Products, sensitive: bool) -> DualSolution:
+    def _solve_in_torch(
+        self, problem: RowProblem, products: Products, sensitive: bool
+    ) -> DualSolution:
         """Return the solution without a kernel; failures are marked by their status alone."""
         gram = products.gram()
         found = self._solve(gram, problem.smoothness, problem.strong_convexity, sensitive)
@@ -212,27 +201,29 @@ class ExactCip:
 
     def _solve(self, gram: Gram, high: Tensor, low: Tensor, sensitive: bool) -> DualSolution:
         how = self.relaxation, self.potential, self.mode
-        if sensitive or not self._is_plain or not can_solve_arrays(gram):
-            return solve_torch(gram, high, low, *how, sensitive=sensitive)
-        found, left = solve_arrays(gram, high, low)
-        if len(left):
-            rest = gram.columns(left), high[left], low[left]
-            found.overwrite(left, solve_torch(*rest, *how, sensitive=False))
-        return found
+        return solve_torch(gram, high, low, *how, sensitive=sensitive)
+
+    def _map_convexity(self, problem: RowProblem, found: DualSolution) -> Tensor | None:
+        """Return the l (B,) of the map, or None if it is 0 in all rows."""
+        lowered = self._lowers_convexity and self.mode == "consistent"
+        return found.map_convexity if problem.has_strong_convexity or lowered else None
 
     def solution(self, problem: RowProblem, found: DualSolution) -> CipSolution:
-        """Return the features in the problem's dtype, the last step of a solution.
+        """Return features and all else in the problem's dtype, the last step of a solution.
 
         They are differentiable in the query if gradients are on."""
-        query = problem.query
-        weight, value = found.multipliers.to(query.dtype), found.value.to(query.dtype)
-        lowered = self._lowers_convexity and self.mode == "consistent"
-        convexity = found.map_convexity if problem.has_strong_convexity or lowered else None
-        made = feature(problem, weight, value, found.sensitivity, convexity, self.chunk)
+        return self._solution(problem, found, None)
+
+    def _solution(
+        self, problem: RowProblem, found: DualSolution, image: Tensor | None
+    ) -> CipSolution:
+        parts = found.multipliers, found.value, found.potentials
+        weight, value, potentials = (part.to(problem.query.dtype) for part in parts)
+        how = found.sensitivity, self._map_convexity(problem, found), self.chunk, image
+        made = feature(problem, weight, value, *how)
         curvature = found.smoothness, found.strong_convexity
         graded = found.residual, found.status, found.active
-        potentials = found.potentials.to(query.dtype)
-        return CipSolution(made[0], made[1], made[2], potentials, *curvature, *graded, self.mode)
+        return CipSolution._of(*made, potentials, *curvature, *graded, self.mode)
 
 
 def _is_sensitive(problem: RowProblem) -> bool:
@@ -242,6 +233,10 @@ def _is_sensitive(problem: RowProblem) -> bool:
 
 def _is_step(step: object) -> bool:
     return isinstance(step, (int, float)) and 0 <= step < math.inf
+
+
+def can_compile(problem: RowProblem) -> bool:
+    return problem.query.is_cpu and has_numba()
 
 
 def can_solve(products: Products) -> bool:

@@ -1,0 +1,559 @@
+"""The solver as compiled code for a CPU: all steps of one row, then the next row.
+
+A row is small enough for the cache of a core, so its neighbors are read from memory once. The steps
+are those of `otad.cip.local.solve_torch`, which solves the rows that are left over: those without a
+potential within the limits, and those whose images are nearly affinely dependent."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from otad.cip.solution import Status
+
+LEFT_OVER = -1  # as a status
+_SOLVED, _RAISED = int(Status.SOLVED), int(Status.RAISED)
+_INFINITY, _TINY = math.inf, float(np.finfo(float).tiny)
+_WIDTH = 1024  # columns of the neighbors at a time, which fit in the cache of a core
+_GUESSES = 8  # rounds of exchange before a row is left over
+_REFINEMENTS = 3  # after the first
+_MOST_NEWTON_STEPS = 100
+_SUMS = {"reassoc", "contract", "nsz"}  # lets sums over features be vectorized
+
+
+class Work(NamedTuple):
+    """Memory for one row, which the next row uses again. Names are those of `Gram`, `Constraints`
+    and `solve_torch`."""
+
+    cross: np.ndarray  # (K,K), like all up to the factor
+    images: np.ndarray
+    offsets: np.ndarray
+    rise: np.ndarray
+    bend: np.ndarray
+    longest: np.ndarray
+    slope: np.ndarray
+    gram: np.ndarray
+    matrix: np.ndarray  # the Gram matrix plus its largest diagonal entry
+    factor: np.ndarray
+    tilt: np.ndarray  # (K,), like all below
+    square: np.ndarray
+    norm: np.ndarray
+    level: np.ndarray
+    line: np.ndarray
+    linear: np.ndarray
+    weights: np.ndarray
+    potentials: np.ndarray
+    bound: np.ndarray
+    onward: np.ndarray
+    onward_slope: np.ndarray
+    weight: np.ndarray  # of the neighbors in the support, like the edge
+    edge: np.ndarray
+    gains: np.ndarray
+    step: np.ndarray
+    before: np.ndarray
+    support: np.ndarray  # of int64
+
+
+def compiled(**options):
+    """Compile a function when it is first called, and keep the code for later processes.
+
+    Where no folder can be written, every process compiles it again."""
+    options |= {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+
+    def decorate(function):
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError:  # no folder for the compiled code
+            return njit(**options)(function)
+
+    return decorate
+
+
+@compiled()
+def solve_rows(
+    query, inputs, features, indices, smoothness, convexity, limits, rule, consistent, raises,
+    image, multipliers, potentials, value, found, residual, status, sensitivity,
+):  # fmt: skip
+    """Solve all rows (B,), whose neighbors are the rows `indices` (B,K) of a bank.
+
+    `smoothness` and `convexity` (B,) are L and l as requested. `limits` are the noise of the inner
+    products, its worst case, and the largest L. The `rule` is 1, 0 or -1 for the lowest, canonical
+    or highest potentials. Rows without a potential are left over unless `raises`. The results are
+    `image` (B,d), `multipliers` and `potentials` (B,K), the `value`, the L that was `found`,
+    `residual` and `status` (B,) and, unless it is empty, `sensitivity` (B,K,K)."""
+    batch, count = indices.shape
+    stack, work = stack_for(query, count), memory_for(count)
+    for b in range(batch):
+        rows, low = indices[b], convexity[b]
+        center = inner_products(query[b], inputs, features, rows, low != 0, stack, work)
+        given = center, smoothness[b], low, limits, rule, consistent, raises
+        status[b], found[b], value[b], residual[b], size = solve_row(given, work)
+        if status[b] != LEFT_OVER:
+            for k in range(count):
+                multipliers[b, k], potentials[b, k] = work.weights[k], work.potentials[k]
+            combine(query[b], inputs, features, rows, work.weights, low, image[b])
+            if len(sensitivity):
+                invert(work, size, sensitivity[b])
+
+
+@compiled()
+def multiply_rows(query, inputs, features, indices, values, squares):
+    """Compute `values` and `squares` of `otad.cip.local.products.Products`, without segments."""
+    batch, count = indices.shape
+    stack, work, first = stack_for(query, count), memory_for(count), values.shape[1] - count
+    cross, images, offsets = work.cross, work.images, work.offsets
+    for b in range(batch):
+        center = inner_products(query[b], inputs, features, indices[b], first > 0, stack, work)
+        for i in range(count):
+            squares[b, i] = work.square[i]
+            for j in range(count):
+                values[b, first + i, j] = cross[i, j] if i > 0 else work.tilt[j]
+                values[b, first + i, count + j] = images[i, j] if i + j > 0 else center
+                if first > 0:
+                    values[b, i, j] = offsets[i, j]
+                    values[b, i, count + j] = cross[j, i] if j > 0 else work.tilt[i]
+
+
+@compiled()
+def stack_for(query, count):
+    """Return memory for some columns of a_1..a_K, z_1, c_2..c_K."""
+    return np.empty((2 * count, min(_WIDTH, query.shape[1])), query.dtype)
+
+
+@compiled()
+def memory_for(count):
+    m, v, support = np.empty((10, count, count)), np.empty((16, count)), np.empty(count, np.int64)
+    return Work(
+        m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7], m[8], m[9],
+        v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], v[8], v[9], v[10], v[11], v[12], v[13],
+        v[14], v[15], support,
+    )  # fmt: skip
+
+
+@compiled(fastmath=_SUMS)
+def inner_products(query, inputs, features, rows, with_offsets, stack, work):
+    """Compute the parts of `otad.cip.local.products.Gram` of one row, and return |z_1|^2.
+
+    Sums over some features at a time are in the dtype of the query, and their sum in float64."""
+    cross, images, offsets = work.cross, work.images, work.offsets
+    tilt, square = work.tilt, work.square
+    count, dim, width = len(rows), len(query), stack.shape[1]
+    for i in range(count):
+        square[i] = 0.0
+        for j in range(count):
+            cross[i, j] = images[i, j] = offsets[i, j] = 0.0
+    for start in range(0, dim, width):
+        size = min(width, dim - start)
+        here = query[start : start + size]
+        first = features[rows[0], start : start + size]
+        for k in range(count):
+            point = inputs[rows[k], start : start + size]
+            feature = features[rows[k], start : start + size]
+            offset, spread = stack[k], stack[count + k]
+            for t in range(size):
+                offset[t] = point[t] - here[t]
+            if k == 0:
+                for t in range(size):
+                    spread[t] = first[t]
+            else:
+                for t in range(size):
+                    spread[t] = feature[t] - first[t]
+        for part in range(3 if with_offsets else 2):
+            left, right = 0 if part == 2 else count, count if part == 1 else 0
+            total = cross if part == 0 else images if part == 1 else offsets
+            add_products(stack, left, right, size, total)
+        for k in range(count):
+            length, offset = stack.dtype.type(0), stack[k]
+            for t in range(size):
+                length += offset[t] * offset[t]
+            square[k] += length
+    for k in range(count):
+        tilt[k] = cross[0, k]
+        cross[0, k] = 0.0
+    center = images[0, 0]
+    for i in range(count):
+        images[i, 0] = 0.0
+        offsets[i, i] = square[i]
+        for j in range(i):
+            images[j, i] = images[i, j]
+            offsets[j, i] = offsets[i, j]
+    images[0, 0] = 0.0
+    return center
+
+
+@compiled(fastmath=_SUMS)
+def add_products(stack, left, right, size, total):
+    """Add the inner products of the K rows of the stack from `left` on with those from `right` on
+    to `total` (K,K). Of a symmetric matrix those below the diagonal are enough.
+
+    Two rows and four rows at a time stay in registers. Behind the last row, it is used again."""
+    count, zero = len(total), stack.dtype.type(0)
+    for i in range(0, count, 2):
+        i1 = min(i + 1, count - 1)
+        a, b = stack[left + i], stack[left + i1]
+        for j in range(0, i1 + 1 if left == right else count, 4):
+            j1, j2, j3 = min(j + 1, count - 1), min(j + 2, count - 1), min(j + 3, count - 1)
+            p, q, r, s = stack[right + j], stack[right + j1], stack[right + j2], stack[right + j3]
+            ap, aq, ar, az, bp, bq, br, bz = zero, zero, zero, zero, zero, zero, zero, zero
+            for t in range(size):
+                x, y = a[t], b[t]
+                ap += x * p[t]
+                aq += x * q[t]
+                ar += x * r[t]
+                az += x * s[t]
+                bp += y * p[t]
+                bq += y * q[t]
+                br += y * r[t]
+                bz += y * s[t]
+            one = total[i, j] + ap, total[i, j1] + aq, total[i, j2] + ar, total[i, j3] + az
+            two = total[i1, j] + bp, total[i1, j1] + bq, total[i1, j2] + br, total[i1, j3] + bz
+            total[i, j], total[i, j1], total[i, j2], total[i, j3] = one
+            total[i1, j], total[i1, j1], total[i1, j2], total[i1, j3] = two
+
+
+@compiled(fastmath=_SUMS)
+def combine(query, inputs, features, rows, weights, low, image):
+    """Compute the image sum_i lambda_i (z_i - l a_i)."""
+    for t in range(len(image)):
+        image[t] = 0
+    shift = image.dtype.type(low)
+    for k in range(len(rows)):
+        weight = image.dtype.type(weights[k])
+        if weight != 0:
+            feature, point = features[rows[k]], inputs[rows[k]]
+            if low == 0:
+                for t in range(len(image)):
+                    image[t] += weight * feature[t]
+            else:
+                for t in range(len(image)):
+                    image[t] += weight * (feature[t] - shift * (point[t] - query[t]))
+
+
+@compiled()
+def solve_row(given, work):
+    """Solve a row from its inner products. Multipliers and potentials stay in the working memory.
+
+    Return its status, L, value, residual and the number of neighbors with weight."""
+    center, high, low, limits, rule, consistent, raises = given
+    noise, worst, cap = limits
+    cross, images, offsets, gram = work.cross, work.images, work.offsets, work.gram
+    rise, bend, longest, weights = work.rise, work.bend, work.longest, work.weights
+    tilt, square, norm, level = work.tilt, work.square, work.norm, work.level
+    line, potentials, bound, count = work.line, work.potentials, work.bound, len(work.tilt)
+    left = LEFT_OVER, high, math.nan, math.nan, 0
+    size, reach, spread = abs(center), 0.0, 0.0
+    for i in range(count):
+        size += abs(tilt[i]) + square[i]
+        reach, spread = max(reach, square[i]), max(spread, images[i, i])
+        for j in range(count):
+            size += abs(cross[i, j]) + abs(images[i, j])
+    if not size < _INFINITY:
+        return left
+    offset_size = math.sqrt(reach)
+    image_size = math.sqrt(spread) + abs(low) * offset_size
+    if low != 0:
+        for i in range(count):
+            for j in range(i + 1):
+                both = cross[i, j] + cross[j, i]
+                images[i, j] += low * (low * offsets[i, j] - both)
+                images[j, i] = images[i, j]
+        for i in range(count):
+            for j in range(count):
+                cross[i, j] -= low * offsets[i, j]
+    for i in range(count):
+        norm[i] = images[i, i]
+
+    # Eq. (2): the potentials.
+    for i in range(count):
+        for j in range(count):
+            rise[i, j] = cross[j, i] - cross[j, j]
+            bend[i, j] = max((norm[i] + norm[j]) / 2 - images[i, j], 0.0)
+    # Two products make a difference.
+    errors = 2 * noise * image_size * offset_size, 2 * noise * image_size * image_size
+    modulus, status = high - low, _SOLVED
+    if not find_paths(work, 1 / modulus, errors):
+        if not raises:
+            return left
+        if worst > noise:  # rounding may be the reason: products in float64 decide
+            share = worst / noise
+            if longest_paths(work, 1 / modulus, (share * errors[0], share * errors[1])):
+                return left
+        flatness = greatest_flatness(work, errors)
+        # Slightly above the least L, so that rounding does not leave a cycle positive.
+        raised = max(high, low + (1 + 16 * noise) / flatness)
+        if not 0 < flatness < _INFINITY or not raised <= cap or raised == _INFINITY:
+            return left
+        high, status = raised, _RAISED
+        find_paths(work, 1 / (high - low), errors)
+    for i in range(count):
+        lowest = highest = 0.0
+        for j in range(count):
+            lowest += longest[i, j]
+            highest -= longest[j, i]
+        level[i] = ((1 + rule) * lowest + (1 - rule) * highest) / (2 * count)
+    center_values(level)
+    level_gap = 0.0
+    for i in range(count):
+        for j in range(count):
+            level_gap = max(level_gap, longest[i, j] + level[j] - level[i])
+        potentials[i] = level[i] + low / 2 * square[i] + tilt[i]
+    mean = center_values(potentials)
+
+    # Eq. (3): the multipliers, for the curvature of the map.
+    if consistent:
+        modulus = high - low
+    for i in range(count):
+        line[i] = level[i] - mean - cross[i, i] + norm[i] / (2 * modulus)
+        for j in range(count):
+            gram[i, j] = images[i, j] / modulus
+    used = maximize(work, noise)
+    if used == 0:
+        return left
+    half = value = 0.0
+    for i in range(count):
+        bound[i] = 0.0
+        for j in range(count):
+            bound[i] += gram[i, j] * weights[j]
+        half += weights[i] * bound[i] / 2
+    for i in range(count):
+        bound[i] = line[i] + half - bound[i]  # q_i(z')
+        value += weights[i] * bound[i]
+    above = apart = total = 0.0
+    for i in range(count):
+        above = max(above, bound[i] - value)
+        apart += weights[i] * abs(bound[i] - value)
+        total += weights[i]
+    # The residual, as `otad.cip.judge.relative` defines it.
+    size = math.sqrt(center) + image_size
+    size *= offset_size + size / (2 * modulus)
+    residual = max(max(above, apart, level_gap) / max(size, _TINY), abs(total - 1))
+    if not abs(value) + residual < _INFINITY:
+        return left
+    return status, high, value, residual, used
+
+
+@compiled()
+def find_paths(work, flatness, errors):
+    """Find the longest paths for 1 / M = `flatness`, and return whether no cycle is positive.
+
+    Rounding is allowed for only if a cycle is positive otherwise, so that the map passes through
+    the anchors."""
+    return longest_paths(work, flatness, (0.0, 0.0)) or longest_paths(work, flatness, errors)
+
+
+@compiled()
+def longest_paths(work, flatness, errors):
+    """Find the longest paths, with weights lowered by the errors of `rise` and `bend`.
+
+    Return whether no cycle is positive."""
+    longest, onward, count = work.longest, work.onward, len(work.onward)
+    fill_weights(work.rise, work.bend, flatness, errors, longest)
+    for k in range(count):
+        for j in range(count):
+            onward[j] = longest[k, j]
+        for i in range(count):
+            reach = longest[i, k]
+            for j in range(count):
+                longest[i, j] = max(longest[i, j], reach + onward[j])
+    worst = 0.0
+    for k in range(count):
+        worst = max(worst, longest[k, k])
+    return worst <= 0
+
+
+@compiled()
+def fill_weights(rise, bend, flatness, errors, weights):
+    """Compute the weights of eq. (2), as `Constraints.weights` does."""
+    error = errors[0] + errors[1] * abs(flatness)
+    for i in range(len(weights)):
+        for j in range(len(weights)):
+            weights[i, j] = rise[i, j] + bend[i, j] * flatness - error
+        weights[i, i] = 0.0
+
+
+@compiled()
+def greatest_flatness(work, errors):
+    """Return the largest 1 / M without a positive cycle, by Newton's method.
+
+    See `otad.cip.local.potentials.greatest_flatness`."""
+    rise, bend, longest, slope = work.rise, work.bend, work.longest, work.slope
+    onward, onward_slope, count = work.onward, work.onward_slope, len(work.onward)
+    flatness = _INFINITY
+    for i in range(count):  # cycles of two neighbors
+        for j in range(i):
+            both = bend[i, j] + bend[j, i]
+            if both > 2 * errors[1]:
+                flatness = min(flatness, -(rise[i, j] + rise[j, i]) / both)
+    for _ in range(_MOST_NEWTON_STEPS):
+        if not 0 < flatness < _INFINITY:
+            break
+        fill_weights(rise, bend, flatness, errors, longest)
+        for i in range(count):
+            for j in range(count):
+                slope[i, j] = bend[i, j] if i != j else 0.0
+        for k in range(count):
+            for j in range(count):
+                onward[j], onward_slope[j] = longest[k, j], slope[k, j]
+            for i in range(count):
+                reach, reach_slope = longest[i, k], slope[i, k]
+                for j in range(count):
+                    if reach + onward[j] > longest[i, j]:
+                        longest[i, j] = reach + onward[j]
+                        slope[i, j] = reach_slope + onward_slope[j]
+        bound = _INFINITY
+        for k in range(count):
+            if longest[k, k] > 0 and slope[k, k] > 0:
+                bound = min(bound, flatness - longest[k, k] / slope[k, k])
+        if not bound < flatness:
+            break
+        flatness = bound
+    return flatness
+
+
+@compiled()
+def maximize(work, noise):
+    """Maximize line . w - w^T gram w / 2 over the simplex, by the exchange of `simplex_qp`.
+
+    Return the number of neighbors with weight, or 0 if the row is left over."""
+    gram, matrix, factor, support = work.gram, work.matrix, work.factor, work.support
+    line, linear, weights, weight = work.line, work.linear, work.weights, work.weight
+    edge, gains, step, before = work.edge, work.gains, work.step, work.before
+    count, scale, largest = len(line), 0.0, 0.0
+    for i in range(count):
+        linear[i] = line[i]
+    center_values(linear)  # so that differences keep their digits
+    for i in range(count):
+        scale, largest = max(scale, gram[i, i]), max(largest, abs(linear[i]))
+        support[i] = i
+    if not scale > 0:
+        scale = 1.0
+    for i in range(count):
+        for j in range(count):
+            matrix[i, j] = gram[i, j] + scale
+    floor, size, rounds = noise * (1 + largest / scale), count, 0
+    while True:
+        if rounds == _GUESSES or not factorize(matrix, support, size, noise * scale, factor):
+            return 0
+        rounds += 1
+        for i in range(size):
+            weight[i], edge[i] = linear[support[i]], 1.0
+        solve(factor, size, weight)
+        solve(factor, size, edge)
+        mass = rate = 0.0
+        for i in range(size):
+            mass += weight[i]
+            rate += edge[i]
+        level, least, most = (mass - 1) / rate, 0.0, 0.0
+        if not abs(level) < _INFINITY:
+            return 0
+        for i in range(size):
+            weight[i] -= level * edge[i]
+            least = min(least, weight[i])
+        find_gains(matrix, linear, level, support, size, weight, gains)
+        for i in range(count):
+            most = max(most, gains[i])
+        if least >= -floor and most <= floor * scale:
+            break
+        for i in range(size):
+            gains[support[i]] = weight[i]
+        size = 0
+        for i in range(count):
+            if gains[i] > 0:
+                support[size] = i
+                size += 1
+    for _ in range(1 + _REFINEMENTS):  # the gains on the support are rounding errors
+        shift = total = moved = 0.0
+        for i in range(size):
+            step[i], before[i] = gains[support[i]], weight[i]
+        solve(factor, size, step)
+        for i in range(size):
+            shift += step[i] / rate
+        for i in range(size):
+            weight[i] = max(weight[i] + step[i] - shift * edge[i], 0.0)
+            total += weight[i]
+        for i in range(size):
+            weight[i] /= total
+            moved = max(moved, abs(weight[i] - before[i]))
+        if moved <= 1e-12:
+            break
+        find_gains(matrix, linear, level, support, size, weight, gains)
+    for i in range(count):
+        weights[i] = 0.0
+    for i in range(size):
+        weights[support[i]] = weight[i]
+    return size
+
+
+@compiled()
+def center_values(values):
+    """Subtract the mean of some values in place, and return it."""
+    mean = 0.0
+    for i in range(len(values)):
+        mean += values[i] / len(values)
+    for i in range(len(values)):
+        values[i] -= mean
+    return mean
+
+
+@compiled()
+def find_gains(matrix, linear, level, support, size, weight, gains):
+    for i in range(len(gains)):
+        gains[i] = linear[i] - level
+        for j in range(size):
+            gains[i] -= matrix[i, support[j]] * weight[j]
+
+
+@compiled()
+def factorize(matrix, support, size, least, factor):
+    """Compute the Cholesky factor of the `matrix` on the `support`.
+
+    Return whether all squared pivots are above the `least`."""
+    for i in range(size):
+        for j in range(i + 1):
+            rest = matrix[support[i], support[j]]
+            for k in range(j):
+                rest -= factor[i, k] * factor[j, k]
+            if i > j:
+                factor[i, j] = rest / factor[j, j]
+            elif rest > least:
+                factor[i, i] = math.sqrt(rest)
+            else:
+                return False
+    return True
+
+
+@compiled()
+def solve(factor, size, side):
+    """Apply the inverse of the factorized matrix to a vector, in place."""
+    for i in range(size):
+        for k in range(i):
+            side[i] -= factor[i, k] * side[k]
+        side[i] /= factor[i, i]
+    for i in range(size - 1, -1, -1):
+        for k in range(i + 1, size):
+            side[i] -= factor[k, i] * side[k]
+        side[i] /= factor[i, i]
+
+
+@compiled()
+def invert(work, size, sensitivity):
+    """Compute H_SS^-1 - r r^T / sum r on the support, with the edge r = H_SS^-1 1.
+
+    H is the `matrix` of the working memory."""
+    factor, edge, column, support = work.factor, work.edge, work.step, work.support
+    rate, count = 0.0, len(sensitivity)
+    for i in range(count):
+        for j in range(count):
+            sensitivity[i, j] = 0.0
+    for i in range(size):
+        rate += edge[i]
+    for j in range(size):
+        for i in range(size):
+            column[i] = 1.0 if i == j else 0.0
+        solve(factor, size, column)
+        for i in range(size):
+            sensitivity[support[i], support[j]] = column[i] - edge[i] * edge[j] / rate

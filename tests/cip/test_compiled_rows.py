@@ -1,0 +1,243 @@
+"""Compiled code solves rows on a CPU, with the answers of torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from cip.instances import (
+    CONVEXITIES,
+    assert_same,
+    changed,
+    converted,
+    normal,
+    random_problem,
+    rows_of,
+)
+from torch import Tensor
+from torch.testing import assert_close
+
+from otad.cip import BankProblem, CipProblem, CipSolution, ExactCip, Status
+from otad.cip.kernels import cpu
+from otad.cip.local import products
+from otad.cip.local.products import multiply_compiled
+from otad.cip.local.solve_compiled import solve_compiled
+from otad.errors import InputError, SolverError
+
+SINGLE, DOUBLE = torch.float32, torch.float64
+SIZES = [(1, 3), (2, 1), (3, 5), (6, 4), (10, 30), (25, 60)]
+
+
+def both_ways(
+    problem: CipProblem, monkeypatch: pytest.MonkeyPatch, **options
+) -> tuple[CipSolution, CipSolution]:
+    """By compiled code and by torch."""
+    found = []
+    for compiles in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr("otad.cip.local.solver.can_compile", lambda problem, yes=compiles: yes)
+            found.append(ExactCip(**options)(problem))
+    return found[0], found[1]
+
+
+def left_over(problem: CipProblem | BankProblem, **options) -> list[int]:
+    solver = ExactCip(**options)
+    how = solver.relaxation, solver.potential, solver.mode, None
+    return solve_compiled(problem, *how, sensitive=False)[2].tolist()
+
+
+def types_of(solution: CipSolution) -> list[tuple[torch.dtype, torch.Size]]:
+    parts = [part for name, part in vars(solution).items() if name != "mode"]
+    return [(part.dtype, part.shape) for part in parts]
+
+
+@pytest.mark.parametrize("low", CONVEXITIES)
+@pytest.mark.parametrize(("count", "dim"), SIZES)
+def test_compiled_rows_have_the_answers_of_torch(count, dim, low, generator, monkeypatch) -> None:
+    problem = random_problem(generator, 12, count, dim, smoothness=6.0, strong_convexity=low)
+    for dtype, tolerance in ((DOUBLE, 1e-11), (SINGLE, 1e-5)):
+        given = converted(problem, dtype)
+        assert dim < count or left_over(given) == []  # else images may be affinely dependent
+        found, expected = both_ways(given, monkeypatch)
+        assert_same(found, expected, given, tolerance)
+        assert types_of(found) == types_of(expected)
+        assert found.residual.max() <= tolerance
+        assert given.residual(found).max() <= (1e-9 if dtype == DOUBLE else 1e-5)
+        alone = rows_of(given, slice(3, 4))
+        assert_same(ExactCip()(alone), found.rows(slice(3, 4)), alone, tolerance)
+
+
+@pytest.mark.parametrize("mode", ["consistent", "paper"])
+@pytest.mark.parametrize("potential", ["canonical", "lowest", "highest"])
+@pytest.mark.parametrize("low", CONVEXITIES)
+def test_raised_rows(low, potential, mode, generator, monkeypatch) -> None:
+    """Most of them need a larger L than the one asked for."""
+    problem = random_problem(generator, 30, 8, 12, smoothness=1.2, strong_convexity=low, noise=0.1)
+    options = {"mode": mode, "potential": potential, "max_smoothness": 20.0}
+    assert left_over(problem, **options) == []
+    found, expected = both_ways(problem, monkeypatch, **options)
+    assert Status.RAISED in found.status.tolist()
+    assert_same(found, expected, problem, 1e-10)
+    assert problem.residual(found).max() <= 1e-9
+
+
+@pytest.mark.parametrize("smoothness", [6.0, 1.2])
+@pytest.mark.parametrize("low", CONVEXITIES)
+def test_derivatives_are_those_of_torch(low, smoothness, generator, monkeypatch) -> None:
+    """Of the image, the value and the multipliers, for solved and for raised rows."""
+    curvature = {"smoothness": smoothness, "strong_convexity": low}
+    problem = random_problem(generator, 20, 7, 11, **curvature)
+    sensitive = changed(problem, query=problem.query.clone().requires_grad_())
+    weights = normal(generator, 20, 11), normal(generator, 20), normal(generator, 20, 7)
+    slopes = []
+    for solution in both_ways(sensitive, monkeypatch):
+        made = solution.image, solution.value, solution.multipliers
+        total = sum((part * weight).sum() for part, weight in zip(made, weights, strict=True))
+        slopes.append(torch.autograd.grad(total, sensitive.query)[0])
+    assert_close(*slopes, rtol=1e-8, atol=1e-8)
+    assert slopes[0].abs().min() > 0
+
+
+def test_rows_left_over_are_solved_by_torch(generator) -> None:
+    """With affinely dependent images, with numbers that overflow, without a potential within the
+    largest L or for any."""
+    problem = random_problem(generator, 5, 6, 9, smoothness=6.0)
+    images, anchors = problem.images.clone(), problem.anchors.clone()
+    images[0] *= 9
+    images[1, 3:], anchors[1, 3:] = images[1, :3], anchors[1, :3]
+    anchors[2, 1], images[2, 2] = 1e200, -1e200
+    anchors[3, 1] = anchors[3, 2]
+    mixed = changed(problem, anchors=anchors, images=images)
+    statuses = [Status.RAISED, Status.SOLVED, Status.UNSOLVED, Status.INFEASIBLE, Status.SOLVED]
+    assert left_over(mixed) == [1, 2, 3]
+    found = ExactCip(on_failure="abstain")(mixed)
+    assert found.status.tolist() == statuses
+    assert mixed.residual(found)[[0, 1, 4]].max() <= 1e-9
+    capped = {"max_smoothness": 10.0}
+    assert left_over(mixed, **capped) == [0, 1, 2, 3]
+    assert ExactCip(on_failure="abstain", **capped)(mixed).status[0] == Status.REPAIRED
+    climbing = {"climb": (1.0, 0.0)}
+    assert left_over(mixed, **climbing) == [0, 1, 2, 3]
+    climbed = ExactCip(on_failure="abstain", **climbing)(mixed)
+    assert climbed.smoothness[0] == math.ceil(found.smoothness[0])
+
+
+def test_float32_leaves_a_doubtful_row_to_float64(generator, monkeypatch) -> None:
+    """The slopes of a map are L everywhere, so that rounding decides; here none is expected."""
+    monkeypatch.setitem(products.NOISE, SINGLE, 1e-9)
+    anchors = (normal(generator, 40, 6, 400) + 3).float().double()
+    images = 2 * anchors
+    single = converted(CipProblem(anchors.mean(1), anchors, images, 2.0), SINGLE)
+    found = ExactCip()(single)
+    assert len(left_over(single)) > 0
+    assert found.status.tolist() == [Status.SOLVED] * 40
+    assert single.residual(found).max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [SINGLE, DOUBLE])
+@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16, SINGLE, DOUBLE])
+def test_neighbors_from_a_bank(storage, dtype, generator, monkeypatch) -> None:
+    """Compiled code reads a bank of its own dtype in place."""
+    problem = random_problem(generator, 1, 8, 20, smoothness=6.0, strong_convexity=0.2)
+    inputs, features = (part[0].to(storage) for part in (problem.anchors, problem.images))
+    indices = torch.tensor([[7, 6, 5, 4, 3, 2, 1, 0], [0, 2, 4, 6, 1, 3, 5, 7]])
+    query = problem.query.to(dtype).expand(2, -1)
+    bank = BankProblem(query, inputs, features, indices, 6.0, 0.2)
+    calls: list[slice] = []
+    gathered = products._gathered
+    monkeypatch.setattr(products, "_gathered", lambda *at: calls.append(at[1]) or gathered(*at))
+    found = ExactCip()(bank)
+    assert calls == [] if storage == dtype else [slice(0, 2)]
+    rows = inputs[indices].to(dtype), features[indices].to(dtype)
+    dense = CipProblem(query.contiguous(), *rows, 6.0, 0.2)
+    assert_same(found, ExactCip()(dense), dense, 0.0)
+    assert bank.residual(found).max() <= (1e-5 if dtype == SINGLE else 1e-9)
+
+
+@pytest.mark.parametrize("low", [0.0, 0.3])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 11])
+def test_products_of_any_number_of_neighbors(count, low, generator) -> None:
+    """Of rows that are longer than one part of the sums."""
+    dim = 2 * cpu._WIDTH + 5
+    problem = random_problem(generator, 3, count, dim, strong_convexity=low)
+    height = 2 * count if low else count
+    values, squares = np.zeros((3, height, 2 * count)), np.zeros((3, count))
+    multiply_compiled(problem, None, values, squares)
+    offsets, images = problem.anchors - problem.query[:, None], problem.images.clone()
+    images[:, 1:] -= images[:, :1]
+    stack = torch.cat((offsets, images), 1)
+    expected = stack[:, -height:] @ stack.mT
+    assert_close(torch.from_numpy(values), _without_unused(expected, count), rtol=0, atol=1e-9)
+    assert_close(torch.from_numpy(squares), offsets.square().sum(2))
+
+
+@pytest.mark.parametrize("low", [0.0, 0.3])
+def test_products_without_numba(low, generator, monkeypatch) -> None:
+    problem = random_problem(generator, 5, 4, 9, strong_convexity=low)
+    found = []
+    for present in (True, False):
+        monkeypatch.setattr(products, "has_numba", lambda yes=present: yes)
+        found.append(products.products_of(problem, 2, with_offsets=low != 0).gram())
+    for name, part in vars(found[0]).items():
+        assert_close(getattr(found[1], name), part, msg=name)
+
+
+def _without_unused(expected: Tensor, count: int) -> Tensor:
+    """Products of z_1 with c_2..c_K are not needed."""
+    expected[:, -count, count + 1 :] = 0
+    expected[:, 1 - count :, count] = 0 if count > 1 else expected[:, 1 - count :, count]
+    return expected
+
+
+@pytest.fixture
+def many_threads(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(products, "_FEWEST_ROWS", 7)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_threads_share_rows_of_every_kind(generator, monkeypatch) -> None:
+    """Rows that no thread may leave out: solved, raised, dependent, without a solution."""
+    problem = random_problem(generator, 32, 6, 9, smoothness=6.0)
+    images, anchors = problem.images.clone(), problem.anchors.clone()
+    images[3] *= 9
+    images[12, 3:], anchors[12, 3:] = images[12, :3], anchors[12, :3]
+    anchors[30, 1] = anchors[30, 2]
+    mixed = changed(problem, anchors=anchors, images=images)
+    found, expected = both_ways(mixed, monkeypatch, on_failure="fallback")
+    statuses = [Status.RAISED, Status.SOLVED, Status.INFEASIBLE]
+    assert found.status[[3, 12, 30]].tolist() == statuses
+    assert_same(found, expected, mixed, 1e-10)
+    with pytest.raises(SolverError, match=r"1 of 32 rows .* 30 \(INFEASIBLE\)"):
+        ExactCip()(mixed)
+    images[31, 2, 4] = torch.nan
+    with pytest.raises(InputError, match=r"images: .* got nan at \(31, 2, 4\)"):
+        CipProblem(mixed.query, anchors, images, 6.0)
+
+
+def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch) -> None:
+    """In a read-only installation numba finds no folder for compiled code, and raises an error."""
+    compile_now = cpu.njit
+
+    def njit(*, cache=False, **options):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return compile_now(**options)
+
+    monkeypatch.setattr(cpu, "njit", njit)
+    assert cpu.compiled()(lambda x: x + 1)(2) == 3
+
+
+def test_a_solution_is_its_own(generator) -> None:
+    """Nothing in it shares memory with the problem."""
+    problem = random_problem(generator, 2, 3, 4, strong_convexity=0.1)
+    found = ExactCip()(problem)
+    found.strong_convexity.zero_()
+    assert problem.strong_convexity.tolist() == [0.1, 0.1]
+    assert replace(found, mode="paper").mode == "paper"
