@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from cip.instances import (
@@ -17,14 +16,14 @@ from cip.instances import (
     random_problem,
     rows_of,
 )
-from torch import Tensor
 from torch.testing import assert_close
 
 from otad.cip import BankProblem, CipProblem, CipSolution, ExactCip, Status
-from otad.cip.kernels import cpu
-from otad.cip.local import products
-from otad.cip.local.products import multiply_compiled
+from otad.cip.kernels import cpu_products
+from otad.cip.local import products, read_compiled
+from otad.cip.local.products import products_of
 from otad.cip.local.solve_compiled import solve_compiled
+from otad.cip.local.solver import _worst_noise
 from otad.errors import InputError, SolverError
 
 SINGLE, DOUBLE = torch.float32, torch.float64
@@ -38,15 +37,18 @@ def both_ways(
     found = []
     for compiles in (True, False):
         with monkeypatch.context() as patch:
-            patch.setattr("otad.cip.local.solver.can_compile", lambda problem, yes=compiles: yes)
+            for module in ("solver", "products", "feature"):
+                name = f"otad.cip.local.{module}.can_compile"
+                patch.setattr(name, lambda tensor, yes=compiles: yes)
             found.append(ExactCip(**options)(problem))
     return found[0], found[1]
 
 
 def left_over(problem: CipProblem | BankProblem, **options) -> list[int]:
     solver = ExactCip(**options)
-    how = solver.relaxation, solver.potential, solver.mode, None
-    return solve_compiled(problem, *how, sensitive=False)[2].tolist()
+    how = solver.relaxation, solver.potential, solver.mode, _worst_noise(problem)
+    given = solver.products(problem), problem.smoothness, problem.strong_convexity
+    return solve_compiled(*given, *how, sensitive=False)[1].tolist()
 
 
 def types_of(solution: CipSolution) -> list[tuple[torch.dtype, torch.Size]]:
@@ -147,10 +149,11 @@ def test_neighbors_from_a_bank(storage, dtype, generator, monkeypatch) -> None:
     query = problem.query.to(dtype).expand(2, -1)
     bank = BankProblem(query, inputs, features, indices, 6.0, 0.2)
     calls: list[slice] = []
-    gathered = products._gathered
-    monkeypatch.setattr(products, "_gathered", lambda *at: calls.append(at[1]) or gathered(*at))
+    gather = read_compiled._gathered
+    monkeypatch.setattr(read_compiled, "_gathered", lambda *at: calls.append(at[1]) or gather(*at))
     found = ExactCip()(bank)
-    assert calls == [] if storage == dtype else [slice(0, 2)]
+    products_and_combinations = 3  # with l, of images and of anchors
+    assert calls == [slice(0, 2)] * (0 if storage == dtype else products_and_combinations)
     rows = inputs[indices].to(dtype), features[indices].to(dtype)
     dense = CipProblem(query.contiguous(), *rows, 6.0, 0.2)
     assert_same(found, ExactCip()(dense), dense, 0.0)
@@ -159,42 +162,21 @@ def test_neighbors_from_a_bank(storage, dtype, generator, monkeypatch) -> None:
 
 @pytest.mark.parametrize("low", [0.0, 0.3])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 11])
-def test_products_of_any_number_of_neighbors(count, low, generator) -> None:
-    """Of rows that are longer than one part of the sums."""
-    dim = 2 * cpu._WIDTH + 5
+def test_products_of_any_number_of_neighbors(count, low, generator, monkeypatch) -> None:
+    """Of rows that are longer than one part of the sums, beside those of torch."""
+    dim, found = 2 * cpu_products._WIDTH + 5, []
     problem = random_problem(generator, 3, count, dim, strong_convexity=low)
-    height = 2 * count if low else count
-    values, squares = np.zeros((3, height, 2 * count)), np.zeros((3, count))
-    multiply_compiled(problem, None, values, squares)
-    offsets, images = problem.anchors - problem.query[:, None], problem.images.clone()
-    images[:, 1:] -= images[:, :1]
-    stack = torch.cat((offsets, images), 1)
-    expected = stack[:, -height:] @ stack.mT
-    assert_close(torch.from_numpy(values), _without_unused(expected, count), rtol=0, atol=1e-9)
-    assert_close(torch.from_numpy(squares), offsets.square().sum(2))
-
-
-@pytest.mark.parametrize("low", [0.0, 0.3])
-def test_products_without_numba(low, generator, monkeypatch) -> None:
-    problem = random_problem(generator, 5, 4, 9, strong_convexity=low)
-    found = []
-    for present in (True, False):
-        monkeypatch.setattr(products, "has_numba", lambda yes=present: yes)
-        found.append(products.products_of(problem, 2, with_offsets=low != 0).gram())
-    for name, part in vars(found[0]).items():
-        assert_close(getattr(found[1], name), part, msg=name)
-
-
-def _without_unused(expected: Tensor, count: int) -> Tensor:
-    """Products of z_1 with c_2..c_K are not needed."""
-    expected[:, -count, count + 1 :] = 0
-    expected[:, 1 - count :, count] = 0 if count > 1 else expected[:, 1 - count :, count]
-    return expected
+    for compiles in (True, False):
+        monkeypatch.setattr(products, "can_compile", lambda tensor, yes=compiles: yes)
+        found.append(products_of(problem, 2, with_offsets=low != 0))
+    assert_close(found[0].values, found[1].values, rtol=0, atol=1e-9)
+    assert_close(found[0].squares, found[1].squares)
 
 
 @pytest.fixture
 def many_threads(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(products, "_FEWEST_ROWS", 7)
+    for module in ("read_compiled", "solve_compiled"):
+        monkeypatch.setattr(f"otad.cip.local.{module}._FEWEST_ROWS", 7)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -223,15 +205,15 @@ def test_threads_share_rows_of_every_kind(generator, monkeypatch) -> None:
 
 def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch) -> None:
     """In a read-only installation numba finds no folder for compiled code, and raises an error."""
-    compile_now = cpu.njit
+    compile_now = cpu_products.njit
 
     def njit(*, cache=False, **options):
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
         return compile_now(**options)
 
-    monkeypatch.setattr(cpu, "njit", njit)
-    assert cpu.compiled()(lambda x: x + 1)(2) == 3
+    monkeypatch.setattr(cpu_products, "njit", njit)
+    assert cpu_products.compiled()(lambda x: x + 1)(2) == 3
 
 
 def test_a_solution_is_its_own(generator) -> None:

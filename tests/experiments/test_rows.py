@@ -265,19 +265,6 @@ def on_disk(tmp_path: Path, **options: Any) -> OTAD:
     return factories.model(resident=False, bank_path=str(tmp_path / "bank.safetensors"), **options)
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the steps of a solution are calls of their own."""
-    for module in ("cip.local.solver", "experiments.probe"):
-        monkeypatch.setattr(f"otad.{module}.can_compile", lambda problem: False)
-
-
-def test_a_cpu_solves_in_one_step(tmp_path: Path) -> None:
-    assert list(time_steps(factories.model(), QUERIES)) == ["search", "solver"]
-    assert list(time_steps(on_disk(tmp_path), QUERIES)) == ["search", "rows", "solver"]
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
 def test_names(tmp_path: Path) -> None:
     found = time_steps(factories.model(), QUERIES)
     assert list(found) == STEPS
@@ -322,7 +309,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return calls
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("climb", [None, (1.0, 1.0)])
 def test_the_steps_are_the_calls_of_a_prediction(
     tmp_path: Path, calls: list[tuple[str, int]], climb: tuple[float, float] | None

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from otad.checks import check_evaluation, require
-from otad.cip.local.solver import can_compile
 from otad.data import Dataset
 from otad.errors import OtadError
 from otad.experiments.records import CostRecord
@@ -193,8 +192,7 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
     embedding, key, neighbors), "rows" (the pairs of the neighbors fetched from a bank in a file or
     on another device), "products" (of the neighbors), "potentials and QP" (L and longest paths,
     eq. (2), then eq. (3)), "image" (assembled and read by the head). A network in place of the
-    solver is one step after the search, "network"; a global map one step in all, "global map". On a
-    CPU all steps after the rows are one, "solver"."""
+    solver is one step after the search, "network"; a global map one step in all, "global map"."""
     clock, solver, head = Clock(model.backbone.mean.device), model.solver, model.backbone.head
     if not model.answerer.rests_on_neighbors or solver is None:
         clock("global map", lambda: model(x))
@@ -214,9 +212,6 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
     near = clock("rows", problem.fetched)
     if near is problem:
         del clock.seconds["rows"]  # the steps that need them read them in place
-    if can_compile(near) and not exact.spares:
-        clock("solver", lambda: head(exact(near).image))
-        return clock.seconds
     products = clock("products", lambda: exact.products(near))
     found = clock("potentials and QP", lambda: exact.solve(near, products))
     clock("image", lambda: head(exact.solution(near, found).image))

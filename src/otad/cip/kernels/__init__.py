@@ -1,1 +1,1 @@
-"""Compiled code of the solver: `cpu` needs Numba, all others need Triton."""
+"""Compiled code of the solver: `cpu_products` and `cpu_row` need Numba, all others Triton."""

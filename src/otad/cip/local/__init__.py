@@ -7,5 +7,5 @@
 5. compute the feature z' and its gradient     `feature`
 
 `solver` calls steps 2 to 5. `solve_torch` runs steps 2 to 4 for a batch, but mostly compiled code
-does: on a CPU that of `otad.cip.kernels.cpu`, which `solve_compiled` calls, and on a GPU the kernel
-`otad.cip.kernels.row`, for which `stream_triton` reads neighbors without gathering them."""
+does: on a CPU by `read_compiled` and `solve_compiled`, and on a GPU by `stream_triton`, which reads
+neighbors without gathering them, and by the kernel `otad.cip.kernels.row`."""

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.cip.execution import matmul, problem_blocks, run_parts
+from otad.cip.execution import full_precision, problem_blocks, run_parts
+from otad.cip.local.read_compiled import can_compile, compiled_combination, compiled_dots
 from otad.cip.local.stream_triton import can_stream, streamed_combination, streamed_dots
 from otad.cip.protocols import RowProblem
 
@@ -39,20 +40,38 @@ def _combination(
     if can_stream(problem):
         points = problem.inputs if anchors else problem.features
         return streamed_combination(points, problem.indices, weights)
+    if can_compile(weights):
+        return compiled_combination(problem, "anchors" if anchors else "images", weights, chunk)
     points_of = problem.anchors_of if anchors else problem.images_of
     total = torch.empty_like(problem.query)
 
     def work(rows: slice) -> None:
         points, weight, part = points_of(rows).to(total.dtype), weights[rows], total[rows]
-        if part.device.type == "cpu":
-            matmul(weight[:, None], points, part[:, None])
-            return
         torch.mul(points[:, 0], weight[:, :1], out=part)
         for k in range(1, weight.shape[1]):  # faster than batched products of a single row
             part.addcmul_(points[:, k], weight[:, k, None])
 
     run_parts(problem_blocks(problem, chunk), work, total.device)
     return total
+
+
+def _dots(problem: RowProblem, vectors: Tensor, chunk: int | None, *, anchors: bool) -> Tensor:
+    """Return <z_i, vectors> (B,K) in float64, or with `anchors` <x_i, vectors>."""
+    if can_stream(problem):
+        points = problem.inputs if anchors else problem.features
+        return streamed_dots(points, problem.indices, vectors)
+    if can_compile(vectors):
+        return compiled_dots(problem, "anchors" if anchors else "images", vectors, chunk)
+    points_of = problem.anchors_of if anchors else problem.images_of
+    dots = vectors.new_empty(problem.shape[:2])
+
+    def work(rows: slice) -> None:
+        points = points_of(rows).to(vectors.dtype)
+        torch.matmul(points, vectors[rows, :, None], out=dots[rows, :, None])
+
+    with full_precision(vectors.device):
+        run_parts(problem_blocks(problem, chunk), work, vectors.device)
+    return dots.double()
 
 
 def feature(
@@ -62,15 +81,9 @@ def feature(
     sensitivity: Tensor | None,
     convexity: Tensor | None,
     chunk: int | None = None,
-    image: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return z' (B,d), the value and the multipliers, differentiable if gradients are on.
-
-    z' is assembled unless it is given as the `image`."""
-    if image is None:
-        with torch.no_grad():
-            image = assemble(problem, multipliers, convexity, chunk)
-    made = image, value, multipliers
+    """Return z' (B,d), the value and the multipliers, differentiable if gradients are on."""
+    made = assemble(problem, multipliers, convexity, chunk), value, multipliers
     if not (problem.query.requires_grad and torch.is_grad_enabled()):
         return made
     found: tuple[Tensor, Tensor, Tensor] = DifferentiableMap.apply(  # type: ignore[no-untyped-call]
@@ -97,31 +110,16 @@ class DifferentiableMap(torch.autograd.Function):
         ctx: Any, image_grad: Tensor, value_grad: Tensor, multiplier_grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         slope, sensitivity, convexity = ctx.saved_tensors
-        dtype, problem = slope.dtype, ctx.problem
-        grad = value_grad[:, None] * slope
+        dtype, problem, chunk = slope.dtype, ctx.problem, ctx.chunk
+        grad, vectors = value_grad[:, None] * slope, image_grad.contiguous()
         shift = None if convexity is None else convexity.to(dtype)[:, None]
+        pull = _dots(problem, vectors, chunk, anchors=False) + multiplier_grad
+        # With l x_i instead of l a_i, because l x' is shared by all neighbors and has no effect.
         if shift is not None:
-            grad += shift * image_grad
-
-        columns = image_grad.contiguous()[..., None]  # an expanded gradient slows down BLAS
-
-        def work(rows: slice) -> None:
-            lines = problem.images_of(rows).to(dtype)
-            if shift is not None:  # without l x', which all neighbors share and has no effect
-                lines = lines - shift[rows, :, None] * problem.anchors_of(rows).to(dtype)
-            pull = matmul(lines, columns[rows])[..., 0] + multiplier_grad[rows]
-            push = (sensitivity[rows] @ pull.double()[..., None]).to(dtype)
-            grad[rows] += matmul(push.mT, lines)[:, 0]
-
-        if not can_stream(problem):
-            run_parts(problem_blocks(problem, ctx.chunk), work, grad.device)
-            return grad, *[None] * 5
-        bank, indices = (problem.inputs, problem.features), problem.indices
-        pull = streamed_dots(bank[1], indices, image_grad) + multiplier_grad
-        if shift is not None:
-            pull -= shift * streamed_dots(bank[0], indices, image_grad)
+            grad += shift * vectors
+            pull -= shift * _dots(problem, vectors, chunk, anchors=True)
         push = (sensitivity @ pull[..., None])[..., 0].to(dtype)
-        curved = streamed_combination(bank[1], indices, push)
+        curved = _combination(problem, push, chunk, anchors=False)
         if shift is not None:
-            curved -= shift * streamed_combination(bank[0], indices, push)
+            curved -= shift * _combination(problem, push, chunk, anchors=True)
         return grad + curved, *[None] * 5

@@ -9,20 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from otad.cip.execution import blocks, full_precision, problem_blocks, run_parts
+from otad.cip.execution import full_precision, problem_blocks, run_parts
+from otad.cip.local.read_compiled import can_compile, compiled_products
 from otad.cip.local.stream_triton import can_stream, streamed_products
-from otad.cip.problem import BankProblem, CipProblem
 from otad.cip.protocols import RowProblem
-from otad.io.environment import has_numba
-from otad.io.mapped_rows import in_file
 
-Array = NDArray[Any]
-_FEWEST_ROWS = 16  # of a thread: fewer are done before it has started
 NOISE = {torch.float32: 2e-7, torch.float64: 1e-13}  # the relative rounding error of a product
 
 
@@ -123,6 +117,9 @@ def products_of(problem: RowProblem, chunk: int | None, *, with_offsets: bool) -
     `with_offsets` is needed if some strong convexity is not 0."""
     if can_stream(problem):
         return Products(*streamed_products(problem, with_offsets=with_offsets), with_offsets)
+    if can_compile(problem.query):
+        found = compiled_products(problem, chunk, with_offsets=with_offsets)
+        return Products(*found, with_offsets)
     (batch, count, _), query = problem.shape, problem.query.detach()
     values = query.new_empty((1, batch, 2 * count if with_offsets else count, 2 * count))
     squares = query.new_empty((1, batch, count))
@@ -135,76 +132,9 @@ def products_of(problem: RowProblem, chunk: int | None, *, with_offsets: bool) -
         torch.matmul(stack if with_offsets else stack[:, count:], stack.mT, out=values[0, rows])
         torch.linalg.vector_norm(offsets, dim=2, out=squares[0, rows])
 
-    if query.is_cpu and has_numba():
-        multiply_compiled(problem, chunk, values[0].numpy(), squares[0].numpy())
-    else:
-        with full_precision(query.device):
-            run_parts(problem_blocks(problem, chunk), work, query.device)
-        squares.square_()
-    return Products(values, squares, with_offsets)
-
-
-def multiply_compiled(
-    problem: RowProblem, chunk: int | None, values: Array, squares: Array
-) -> None:
-    """Compute `values` (B,2K or K,2K) and `squares` (B,K) of `Products` on a CPU."""
-    from otad.cip.kernels.cpu import multiply_rows
-
-    query = array_of(problem.query)
-
-    def work(rows: slice, *bank: Array) -> None:
-        multiply_rows(query[rows], *bank, values[rows], squares[rows])
-
-    run_compiled(problem, chunk, work)
-
-
-def run_compiled(problem: RowProblem, chunk: int | None, work: Callable[..., None]) -> None:
-    """Call `work` with rows and the arrays of their neighbors, which are a bank (n,d), its features
-    (n,d), and the bank rows (b,K) that are neighbors, on all threads."""
-    bank = _readable(problem)
-
-    def part(rows: slice) -> None:
-        if bank is None:
-            work(rows, *_gathered(problem, rows))
-        else:
-            inputs, features, indices = bank
-            work(rows, inputs, features, indices[rows])
-
-    batch = len(problem.query)
-    share = max(-(-batch // torch.get_num_threads()), _FEWEST_ROWS)
-    parts = problem_blocks(problem, chunk) if bank is None else blocks(batch, share)
-    if len(parts) == 1:
-        part(parts[0])
-    else:
-        run_parts(parts, part, problem.query.device)
-
-
-def _readable(problem: RowProblem) -> tuple[Array, Array, Array] | None:
-    """Return the neighbors of all rows if compiled code can read them where they are."""
-    (batch, count, dim), dtype = problem.shape, problem.query.dtype
-    if isinstance(problem, CipProblem) and problem.anchors.dtype == dtype:
-        pair = array_of(problem.anchors), array_of(problem.images)
-        inputs, features = (part.reshape(-1, dim) for part in pair)
-        return inputs, features, np.arange(batch * count).reshape(batch, count)
-    if isinstance(problem, BankProblem):
-        parts = problem.inputs, problem.features
-        if all(part.dtype == dtype and in_file(part) is None for part in parts):
-            inputs, features, indices = map(array_of, (*parts, problem.indices))
-            return inputs, features, indices
-    return None
-
-
-def _gathered(problem: RowProblem, rows: slice) -> tuple[Array, Array, Array]:
-    """Return the neighbors of some rows in the dtype of the query."""
-    dtype, (_, count, dim) = problem.query.dtype, problem.shape
-    pair = problem.anchors_of(rows), problem.images_of(rows)
-    inputs, features = (array_of(one.to(dtype)).reshape(-1, dim) for one in pair)
-    return inputs, features, np.arange(len(inputs)).reshape(-1, count)
-
-
-def array_of(tensor: Tensor) -> Array:
-    """Return a tensor on the CPU as a contiguous array."""
-    return np.ascontiguousarray(tensor.numpy(force=True))
+    with full_precision(query.device):
+        run_parts(problem_blocks(problem, chunk), work, query.device)
+    return Products(values, squares.square_(), with_offsets)
 
 
 def _sum_in_double(parts: Tensor) -> Tensor:

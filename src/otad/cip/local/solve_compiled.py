@@ -1,4 +1,4 @@
-"""Solves rows on a CPU by the compiled code of `otad.cip.kernels.cpu`, on all threads."""
+"""Solves rows on a CPU by the compiled code of `otad.cip.kernels.cpu_row`, on all threads."""
 
 from __future__ import annotations
 
@@ -6,59 +6,61 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otad.cip.local.products import NOISE, Array, array_of, run_compiled
+from otad.cip.execution import blocks, run_parts
+from otad.cip.local.products import Products
+from otad.cip.local.read_compiled import array_of
 from otad.cip.local.relax import Relaxation
 from otad.cip.local.solve_torch import DualSolution
-from otad.cip.protocols import RowProblem
 
 _RULES = {"lowest": 1, "canonical": 0, "highest": -1}
+_FEWEST_ROWS = 64  # of a thread: fewer are solved before it has started
 
 
 def solve_compiled(
-    problem: RowProblem,
+    products: Products,
+    smoothness: Tensor,
+    strong_convexity: Tensor,
     relaxation: Relaxation,
     rule: str,
     mode: str,
-    chunk: int | None,
+    worst: float,
     *,
     sensitive: bool,
-) -> tuple[DualSolution, Tensor, Array]:
-    """Return the solution of a batch, its images (B,d), and the rows (n,) that are left over.
+) -> tuple[DualSolution, Tensor]:
+    """Return the solution of a batch, and the rows (n,) that are left over.
 
-    No neighbor is left out."""
-    from otad.cip.kernels.cpu import LEFT_OVER, solve_rows
+    No neighbor is left out. `worst` is the largest relative error that products may have."""
+    from otad.cip.kernels.cpu_row import LEFT_OVER, solve_rows
 
-    batch, count, dim = problem.shape
-    high, low = problem.smoothness, problem.strong_convexity
-    given = [array_of(part) for part in (problem.query, high, low)]
-    dtype, noise = given[0].dtype, NOISE[problem.query.dtype]
-    # The largest error of a sum of d products in float32; nearly equal terms come close to it.
-    worst = (dim + 2) * 2.0**-24 if dtype == np.float32 else noise
-    limits = noise, worst, float(relaxation.max_smoothness)
+    values, squares = array_of(products.values)[0], array_of(products.squares)[0]
+    (batch, count), dtype = squares.shape, squares.dtype
+    given = values, squares, array_of(smoothness), array_of(strong_convexity)
+    limits = products.noise, max(worst, products.noise), float(relaxation.max_smoothness)
     how = limits, _RULES[rule], mode == "consistent", relaxation.climb is None
-    shapes = (batch, dim), (batch, count), (batch, count), (batch,)
-    image, weights, levels, value = (np.empty(shape, dtype) for shape in shapes)
-    smoothness, residual = np.empty(batch), np.empty(batch)
+    weights, levels = np.empty((batch, count), dtype), np.empty((batch, count), dtype)
+    value, high, residual = np.empty(batch, dtype), np.empty(batch), np.empty(batch)
     status, slopes = np.empty(batch, np.int64), np.empty((batch if sensitive else 0, count, count))
-    found = image, weights, levels, value, smoothness, residual, status, slopes
+    found = weights, levels, value, high, residual, status, slopes
 
-    def work(rows: slice, *bank: Array) -> None:
-        query, *curvature = (part[rows] for part in given)
-        solve_rows(query, *bank, *curvature, *how, *(part[rows] for part in found))
+    def work(rows: slice) -> None:
+        solve_rows(*(part[rows] for part in given), *how, *(part[rows] for part in found))
 
-    run_compiled(problem, chunk, work)
+    share = max(-(-batch // torch.get_num_threads()), _FEWEST_ROWS)
+    if batch <= share:
+        work(slice(0, batch))
+    else:
+        run_parts(blocks(batch, share), work, products.values.device)
     active, of = np.ones((batch, count), bool), torch.from_numpy
-    convexity = of(given[2].copy())
     solution = DualSolution(
         multipliers=of(weights),
         sensitivity=of(slopes) if sensitive else None,
         value=of(value),
         potentials=of(levels),
-        smoothness=of(smoothness),
-        strong_convexity=convexity,
-        map_convexity=convexity,
+        smoothness=of(high),
+        strong_convexity=of(given[3].copy()),
+        map_convexity=of(given[3].copy()),
         active=of(active),
         residual=of(residual),
         status=of(status),
     )
-    return solution, of(image), (status == LEFT_OVER).nonzero()[0]
+    return solution, of((status == LEFT_OVER).nonzero()[0])

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from otad.checks import check_choice, check_count, holds, require
 from otad.cip.execution import one_thread
-from otad.cip.local.feature import assemble, feature
+from otad.cip.local.feature import feature
 from otad.cip.local.potentials import POTENTIALS
 from otad.cip.local.products import Gram, Products, products_of
+from otad.cip.local.read_compiled import can_compile
 from otad.cip.local.relax import Relaxation
 from otad.cip.local.solve_compiled import solve_compiled
 from otad.cip.local.solve_torch import DualSolution, solve_torch
@@ -25,7 +26,7 @@ from otad.cip.local.stream_triton import MOST_NEIGHBORS, launch, padded_count
 from otad.cip.problem import BankProblem
 from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution, Status
-from otad.io.environment import has_numba, has_triton
+from otad.io.environment import has_triton
 
 MODES = ("consistent", "paper")
 ON_FAILURE = ("raise", "abstain", "fallback")
@@ -110,29 +111,7 @@ class ExactCip:
             require(most <= self.max_smoothness, "max_smoothness", least, self.max_smoothness)
         if isinstance(problem, BankProblem):
             problem = problem.fetched()
-        if can_compile(problem) and not self.spares:
-            return self._compiled(problem)
         return self.solution(problem, self.solve(problem, self.products(problem)))
-
-    def _compiled(self, problem: RowProblem) -> CipSolution:
-        """Return the solution by compiled code. The rows it leaves over are solved in torch."""
-        how, sensitive = (self.relaxation, self.potential, self.mode), _is_sensitive(problem)
-        found, image, rest = solve_compiled(problem, *how, self.chunk, sensitive=sensitive)
-        if len(rest):
-            left = torch.from_numpy(rest)
-            found = replace(found, map_convexity=found.map_convexity.clone())
-            with torch.no_grad():
-                part, squares = problem.select(left), torch.zeros_like(found.multipliers)
-                products = self.products(part)
-                squares[left] = products.squares.sum(0)
-                with one_thread():
-                    found.overwrite(left, self._solve_in_torch(part, products, sensitive))
-                low = problem.strong_convexity
-                found = found.with_failures_marked(self.on_failure, squares, low)
-                convexity = self._map_convexity(problem, found)
-                some = None if convexity is None else convexity[left]
-                image[left] = assemble(part, found.multipliers[left], some, self.chunk)
-        return self._solution(problem, found, image)
 
     @property
     def relaxation(self) -> Relaxation:
@@ -143,7 +122,6 @@ class ExactCip:
     def _lowers_convexity(self) -> bool:
         return self.climb is not None and self.climb[1] > 0
 
-    @torch.no_grad()
     def products(self, problem: RowProblem) -> Products:
         """Return the inner products of the neighbors, the first step of a solution."""
         with_offsets = problem.has_strong_convexity or self._lowers_convexity
@@ -152,34 +130,39 @@ class ExactCip:
     def solve(self, problem: RowProblem, products: Products) -> DualSolution:
         """Return potentials and multipliers, the second step of a solution.
 
-        On a GPU a kernel finds them, and torch solves the rows that the kernel leaves over."""
+        Compiled code finds them, and torch solves the rows that it leaves over."""
         high, low = problem.smoothness, problem.strong_convexity
-        how = self.relaxation, self.potential, self.mode, problem.query.dtype
+        given = products, high, low, self.relaxation, self.potential, self.mode
         sensitive = _is_sensitive(problem)
-        with torch.no_grad():
-            if can_solve(products):
-                found, outcome = solve_triton(products, high, low, *how, sensitive=sensitive)
-                if holds(outcome > 0):
-                    return found
-                left = (outcome == 0).nonzero()[:, 0]
-                if len(left):
-                    if isinstance(problem, BankProblem):
-                        problem.check_values()  # if they are wrong, the kernel leaves the row over
-                    part = products.rows(left).gram()
-                    found.overwrite(left, self._solve(part, high[left], low[left], sensitive))
-            else:
-                with one_thread():
-                    found = self._solve_in_torch(problem, products, sensitive)
-            squares = products.squares.sum(0)
-            return found.with_failures_marked(self.on_failure, squares, low)
+        if can_solve(products):
+            found, outcome = solve_triton(*given, problem.query.dtype, sensitive=sensitive)
+            if holds(outcome > 0):
+                return found
+            left = (outcome == 0).nonzero()[:, 0]
+            if len(left):
+                if isinstance(problem, BankProblem):
+                    problem.check_values()  # if they are wrong, the kernel leaves the row over
+                gram = products.rows(left).gram()
+                found.overwrite(left, self._solve(gram, high[left], low[left], sensitive))
+        elif can_compile(products.values) and not self.spares:
+            found, left = solve_compiled(*given, _worst_noise(problem), sensitive=sensitive)
+            if left.numel() == 0:
+                return found
+            rest, part = problem.select(left), products.rows(left)
+            found.overwrite(left, self._solve_in_torch(rest, part, sensitive))
+        else:
+            found = self._solve_in_torch(problem, products, sensitive)
+        squares = products.squares.sum(0)
+        return found.with_failures_marked(self.on_failure, squares, low)
 
     def _solve_in_torch(
         self, problem: RowProblem, products: Products, sensitive: bool
     ) -> DualSolution:
         """Return the solution without a kernel; failures are marked by their status alone."""
         gram = products.gram()
-        found = self._solve(gram, problem.smoothness, problem.strong_convexity, sensitive)
-        self._retry_in_double(problem, gram, found, sensitive)
+        with one_thread():
+            found = self._solve(gram, problem.smoothness, problem.strong_convexity, sensitive)
+            self._retry_in_double(problem, gram, found, sensitive)
         return found
 
     def _retry_in_double(
@@ -189,9 +172,7 @@ class ExactCip:
         rows = (found.status != int(Status.SOLVED)).nonzero()[:, 0]
         if len(rows) == 0 or problem.query.dtype == torch.float64:
             return
-        # The largest error of a sum of d products in float32; nearly equal terms come close to it.
-        worst = (problem.shape[2] + 2) * torch.finfo(torch.float32).eps / 2
-        rough = replace(gram.columns(rows), noise=worst)
+        rough = replace(gram.columns(rows), noise=_worst_noise(problem))
         requested = problem.smoothness[rows], problem.strong_convexity[rows]
         rows = rows[self.relaxation.start(rough, *requested).feasible(rough)]
         if len(rows):
@@ -203,24 +184,15 @@ class ExactCip:
         how = self.relaxation, self.potential, self.mode
         return solve_torch(gram, high, low, *how, sensitive=sensitive)
 
-    def _map_convexity(self, problem: RowProblem, found: DualSolution) -> Tensor | None:
-        """Return the l (B,) of the map, or None if it is 0 in all rows."""
-        lowered = self._lowers_convexity and self.mode == "consistent"
-        return found.map_convexity if problem.has_strong_convexity or lowered else None
-
     def solution(self, problem: RowProblem, found: DualSolution) -> CipSolution:
         """Return features and all else in the problem's dtype, the last step of a solution.
 
         They are differentiable in the query if gradients are on."""
-        return self._solution(problem, found, None)
-
-    def _solution(
-        self, problem: RowProblem, found: DualSolution, image: Tensor | None
-    ) -> CipSolution:
-        parts = found.multipliers, found.value, found.potentials
-        weight, value, potentials = (part.to(problem.query.dtype) for part in parts)
-        how = found.sensitivity, self._map_convexity(problem, found), self.chunk, image
-        made = feature(problem, weight, value, *how)
+        parts, dtype = (found.multipliers, found.value, found.potentials), problem.query.dtype
+        weight, value, potentials = (part.to(dtype) for part in parts)
+        lowered = self._lowers_convexity and self.mode == "consistent"
+        convexity = found.map_convexity if problem.has_strong_convexity or lowered else None
+        made = feature(problem, weight, value, found.sensitivity, convexity, self.chunk)
         curvature = found.smoothness, found.strong_convexity
         graded = found.residual, found.status, found.active
         return CipSolution._of(*made, potentials, *curvature, *graded, self.mode)
@@ -235,8 +207,11 @@ def _is_step(step: object) -> bool:
     return isinstance(step, (int, float)) and 0 <= step < math.inf
 
 
-def can_compile(problem: RowProblem) -> bool:
-    return problem.query.is_cpu and has_numba()
+def _worst_noise(problem: RowProblem) -> float:
+    """Return the largest relative error of a sum of d products, to which nearly equal terms come
+    close. Only in float32 it is more than products in float64 can decide."""
+    single = problem.query.dtype == torch.float32
+    return (problem.shape[2] + 2) * torch.finfo(torch.float32).eps / 2 if single else 0.0
 
 
 def can_solve(products: Products) -> bool:

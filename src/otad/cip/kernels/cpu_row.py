@@ -1,8 +1,7 @@
-"""The solver as compiled code for a CPU: all steps of one row, then the next row.
+"""The solver of one row after the other as compiled code for a CPU, from the inner products.
 
-A row is small enough for the cache of a core, so its neighbors are read from memory once. The steps
-are those of `otad.cip.local.solve_torch`, which solves the rows that are left over: those without a
-potential within the limits, and those whose images are nearly affinely dependent."""
+The steps are those of `otad.cip.local.solve_torch`, which solves the rows that are left over: those
+without a potential within the limits, and those whose images are nearly affinely dependent."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -11,18 +10,16 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from otad.cip.kernels.cpu_products import compiled
 from otad.cip.solution import Status
 
 LEFT_OVER = -1  # as a status
 _SOLVED, _RAISED = int(Status.SOLVED), int(Status.RAISED)
 _INFINITY, _TINY = math.inf, float(np.finfo(float).tiny)
-_WIDTH = 1024  # columns of the neighbors at a time, which fit in the cache of a core
 _GUESSES = 8  # rounds of exchange before a row is left over
 _REFINEMENTS = 3  # after the first
 _MOST_NEWTON_STEPS = 100
-_SUMS = {"reassoc", "contract", "nsz"}  # lets sums over features be vectorized
 
 
 class Work(NamedTuple):
@@ -58,70 +55,28 @@ class Work(NamedTuple):
     support: np.ndarray  # of int64
 
 
-def compiled(**options):
-    """Compile a function when it is first called, and keep the code for later processes.
-
-    Where no folder can be written, every process compiles it again."""
-    options |= {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-
-    def decorate(function):
-        try:
-            return njit(cache=True, **options)(function)
-        except RuntimeError:  # no folder for the compiled code
-            return njit(**options)(function)
-
-    return decorate
-
-
 @compiled()
 def solve_rows(
-    query, inputs, features, indices, smoothness, convexity, limits, rule, consistent, raises,
-    image, multipliers, potentials, value, found, residual, status, sensitivity,
+    values, squares, smoothness, convexity, limits, rule, consistent, raises,
+    multipliers, potentials, value, found, residual, status, sensitivity,
 ):  # fmt: skip
-    """Solve all rows (B,), whose neighbors are the rows `indices` (B,K) of a bank.
+    """Solve all rows (B,) from the `values` and `squares` of their products.
 
-    `smoothness` and `convexity` (B,) are L and l as requested. `limits` are the noise of the inner
+    `smoothness` and `convexity` (B,) are L and l as requested. `limits` are the noise of the
     products, its worst case, and the largest L. The `rule` is 1, 0 or -1 for the lowest, canonical
     or highest potentials. Rows without a potential are left over unless `raises`. The results are
-    `image` (B,d), `multipliers` and `potentials` (B,K), the `value`, the L that was `found`,
-    `residual` and `status` (B,) and, unless it is empty, `sensitivity` (B,K,K)."""
-    batch, count = indices.shape
-    stack, work = stack_for(query, count), memory_for(count)
+    `multipliers` and `potentials` (B,K), the `value`, the L that was `found`, `residual` and
+    `status` (B,) and, unless it is empty, `sensitivity` (B,K,K)."""
+    batch, count = squares.shape
+    work = memory_for(count)
     for b in range(batch):
-        rows, low = indices[b], convexity[b]
-        center = inner_products(query[b], inputs, features, rows, low != 0, stack, work)
-        given = center, smoothness[b], low, limits, rule, consistent, raises
+        center = read_products(values[b], squares[b], work)
+        given = center, smoothness[b], convexity[b], limits, rule, consistent, raises
         status[b], found[b], value[b], residual[b], size = solve_row(given, work)
-        if status[b] != LEFT_OVER:
-            for k in range(count):
-                multipliers[b, k], potentials[b, k] = work.weights[k], work.potentials[k]
-            combine(query[b], inputs, features, rows, work.weights, low, image[b])
-            if len(sensitivity):
-                invert(work, size, sensitivity[b])
-
-
-@compiled()
-def multiply_rows(query, inputs, features, indices, values, squares):
-    """Compute `values` and `squares` of `otad.cip.local.products.Products`, without segments."""
-    batch, count = indices.shape
-    stack, work, first = stack_for(query, count), memory_for(count), values.shape[1] - count
-    cross, images, offsets = work.cross, work.images, work.offsets
-    for b in range(batch):
-        center = inner_products(query[b], inputs, features, indices[b], first > 0, stack, work)
-        for i in range(count):
-            squares[b, i] = work.square[i]
-            for j in range(count):
-                values[b, first + i, j] = cross[i, j] if i > 0 else work.tilt[j]
-                values[b, first + i, count + j] = images[i, j] if i + j > 0 else center
-                if first > 0:
-                    values[b, i, j] = offsets[i, j]
-                    values[b, i, count + j] = cross[j, i] if j > 0 else work.tilt[i]
-
-
-@compiled()
-def stack_for(query, count):
-    """Return memory for some columns of a_1..a_K, z_1, c_2..c_K."""
-    return np.empty((2 * count, min(_WIDTH, query.shape[1])), query.dtype)
+        for k in range(count):
+            multipliers[b, k], potentials[b, k] = work.weights[k], work.potentials[k]
+        if status[b] != LEFT_OVER and len(sensitivity):
+            invert(work, size, sensitivity[b])
 
 
 @compiled()
@@ -134,103 +89,18 @@ def memory_for(count):
     )  # fmt: skip
 
 
-@compiled(fastmath=_SUMS)
-def inner_products(query, inputs, features, rows, with_offsets, stack, work):
-    """Compute the parts of `otad.cip.local.products.Gram` of one row, and return |z_1|^2.
-
-    Sums over some features at a time are in the dtype of the query, and their sum in float64."""
-    cross, images, offsets = work.cross, work.images, work.offsets
-    tilt, square = work.tilt, work.square
-    count, dim, width = len(rows), len(query), stack.shape[1]
+@compiled()
+def read_products(values, squares, work):
+    """Read the parts of `Gram`, as `Products.gram` does, and return |z_1|^2."""
+    count = len(squares)
+    first = len(values) - count
     for i in range(count):
-        square[i] = 0.0
+        work.square[i], work.tilt[i] = squares[i], values[first, i]
         for j in range(count):
-            cross[i, j] = images[i, j] = offsets[i, j] = 0.0
-    for start in range(0, dim, width):
-        size = min(width, dim - start)
-        here = query[start : start + size]
-        first = features[rows[0], start : start + size]
-        for k in range(count):
-            point = inputs[rows[k], start : start + size]
-            feature = features[rows[k], start : start + size]
-            offset, spread = stack[k], stack[count + k]
-            for t in range(size):
-                offset[t] = point[t] - here[t]
-            if k == 0:
-                for t in range(size):
-                    spread[t] = first[t]
-            else:
-                for t in range(size):
-                    spread[t] = feature[t] - first[t]
-        for part in range(3 if with_offsets else 2):
-            left, right = 0 if part == 2 else count, count if part == 1 else 0
-            total = cross if part == 0 else images if part == 1 else offsets
-            add_products(stack, left, right, size, total)
-        for k in range(count):
-            length, offset = stack.dtype.type(0), stack[k]
-            for t in range(size):
-                length += offset[t] * offset[t]
-            square[k] += length
-    for k in range(count):
-        tilt[k] = cross[0, k]
-        cross[0, k] = 0.0
-    center = images[0, 0]
-    for i in range(count):
-        images[i, 0] = 0.0
-        offsets[i, i] = square[i]
-        for j in range(i):
-            images[j, i] = images[i, j]
-            offsets[j, i] = offsets[i, j]
-    images[0, 0] = 0.0
-    return center
-
-
-@compiled(fastmath=_SUMS)
-def add_products(stack, left, right, size, total):
-    """Add the inner products of the K rows of the stack from `left` on with those from `right` on
-    to `total` (K,K). Of a symmetric matrix those below the diagonal are enough.
-
-    Two rows and four rows at a time stay in registers. Behind the last row, it is used again."""
-    count, zero = len(total), stack.dtype.type(0)
-    for i in range(0, count, 2):
-        i1 = min(i + 1, count - 1)
-        a, b = stack[left + i], stack[left + i1]
-        for j in range(0, i1 + 1 if left == right else count, 4):
-            j1, j2, j3 = min(j + 1, count - 1), min(j + 2, count - 1), min(j + 3, count - 1)
-            p, q, r, s = stack[right + j], stack[right + j1], stack[right + j2], stack[right + j3]
-            ap, aq, ar, az, bp, bq, br, bz = zero, zero, zero, zero, zero, zero, zero, zero
-            for t in range(size):
-                x, y = a[t], b[t]
-                ap += x * p[t]
-                aq += x * q[t]
-                ar += x * r[t]
-                az += x * s[t]
-                bp += y * p[t]
-                bq += y * q[t]
-                br += y * r[t]
-                bz += y * s[t]
-            one = total[i, j] + ap, total[i, j1] + aq, total[i, j2] + ar, total[i, j3] + az
-            two = total[i1, j] + bp, total[i1, j1] + bq, total[i1, j2] + br, total[i1, j3] + bz
-            total[i, j], total[i, j1], total[i, j2], total[i, j3] = one
-            total[i1, j], total[i1, j1], total[i1, j2], total[i1, j3] = two
-
-
-@compiled(fastmath=_SUMS)
-def combine(query, inputs, features, rows, weights, low, image):
-    """Compute the image sum_i lambda_i (z_i - l a_i)."""
-    for t in range(len(image)):
-        image[t] = 0
-    shift = image.dtype.type(low)
-    for k in range(len(rows)):
-        weight = image.dtype.type(weights[k])
-        if weight != 0:
-            feature, point = features[rows[k]], inputs[rows[k]]
-            if low == 0:
-                for t in range(len(image)):
-                    image[t] += weight * feature[t]
-            else:
-                for t in range(len(image)):
-                    image[t] += weight * (feature[t] - shift * (point[t] - query[t]))
+            work.cross[i, j] = values[first + i, j] if i > 0 else 0.0
+            work.images[i, j] = values[first + i, count + j] if i > 0 and j > 0 else 0.0
+            work.offsets[i, j] = values[i, j] if first > 0 else 0.0
+    return float(values[first, count])
 
 
 @compiled()
