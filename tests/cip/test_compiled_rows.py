@@ -175,8 +175,8 @@ def test_products_of_any_number_of_neighbors(count, low, generator, monkeypatch)
 
 @pytest.fixture
 def many_threads(monkeypatch: pytest.MonkeyPatch):
-    for module in ("read_compiled", "solve_compiled"):
-        monkeypatch.setattr(f"otad.cip.local.{module}._FEWEST_ROWS", 7)
+    monkeypatch.setattr("otad.cip.local.read_compiled._FEWEST_NUMBERS", 1)
+    monkeypatch.setattr("otad.cip.local.solve_compiled._FEWEST_STEPS", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield

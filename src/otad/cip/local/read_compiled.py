@@ -19,7 +19,7 @@ from otad.io.environment import has_numba
 from otad.io.mapped_rows import in_file
 
 Array = NDArray[Any]
-_FEWEST_ROWS = 16  # of a thread: fewer are done before it has started
+_FEWEST_NUMBERS = 2**19  # of a thread: fewer are read before it has started
 _IN_BANK = {"anchors": "inputs", "images": "features"}
 
 
@@ -86,8 +86,8 @@ def _run(problem: RowProblem, chunk: int | None, work: Callable[..., None], *nam
             *points, indices = found
             work(rows, *points, indices[rows])
 
-    batch = problem.shape[0]
-    share = max(-(-batch // torch.get_num_threads()), _FEWEST_ROWS)
+    batch, count, dim = problem.shape
+    share = max(-(-batch // torch.get_num_threads()), -(-_FEWEST_NUMBERS // (count * dim)))
     parts = problem_blocks(problem, chunk) if found is None else blocks(batch, share)
     if len(parts) == 1:
         part(parts[0])

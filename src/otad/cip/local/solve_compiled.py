@@ -13,7 +13,7 @@ from otad.cip.local.relax import Relaxation
 from otad.cip.local.solve_torch import DualSolution
 
 _RULES = {"lowest": 1, "canonical": 0, "highest": -1}
-_FEWEST_ROWS = 64  # of a thread: fewer are solved before it has started
+_FEWEST_STEPS = 2**18  # of a thread: fewer are done before it has started
 
 
 def solve_compiled(
@@ -45,7 +45,7 @@ def solve_compiled(
     def work(rows: slice) -> None:
         solve_rows(*(part[rows] for part in given), *how, *(part[rows] for part in found))
 
-    share = max(-(-batch // torch.get_num_threads()), _FEWEST_ROWS)
+    share = max(-(-batch // torch.get_num_threads()), -(-_FEWEST_STEPS // count**3))
     if batch <= share:
         work(slice(0, batch))
     else:
