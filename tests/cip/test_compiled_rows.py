@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -32,16 +33,14 @@ SIZES = [(1, 3), (2, 1), (3, 5), (6, 4), (10, 30), (25, 60)]
 
 def both_ways(
     problem: CipProblem, monkeypatch: pytest.MonkeyPatch, **options
-) -> tuple[CipSolution, CipSolution]:
-    """By compiled code and by torch."""
-    found = []
+) -> Iterator[CipSolution]:
+    """By compiled code and by torch, each until the next one is asked for."""
     for compiles in (True, False):
         with monkeypatch.context() as patch:
             for module in ("solver", "products", "feature"):
                 name = f"otad.cip.local.{module}.can_compile"
                 patch.setattr(name, lambda tensor, yes=compiles: yes)
-            found.append(ExactCip(**options)(problem))
-    return found[0], found[1]
+            yield ExactCip(**options)(problem)
 
 
 def left_over(problem: CipProblem | BankProblem, **options) -> list[int]:
@@ -89,7 +88,8 @@ def test_raised_rows(low, potential, mode, generator, monkeypatch) -> None:
 @pytest.mark.parametrize("smoothness", [6.0, 1.2])
 @pytest.mark.parametrize("low", CONVEXITIES)
 def test_derivatives_are_those_of_torch(low, smoothness, generator, monkeypatch) -> None:
-    """Of the image, the value and the multipliers, for solved and for raised rows."""
+    """Of the image, the value and the multipliers, for solved and for raised rows. The gradients
+    are computed by compiled code and by torch, too."""
     curvature = {"smoothness": smoothness, "strong_convexity": low}
     problem = random_problem(generator, 20, 7, 11, **curvature)
     sensitive = changed(problem, query=problem.query.clone().requires_grad_())
