@@ -7,7 +7,7 @@ without a potential within the limits, and those whose images are nearly affinel
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections import namedtuple
 
 import numpy as np
 
@@ -17,42 +17,16 @@ from otad.cip.solution import Status
 LEFT_OVER = -1  # as a status
 _SOLVED, _RAISED = int(Status.SOLVED), int(Status.RAISED)
 _INFINITY, _TINY = math.inf, float(np.finfo(float).tiny)
-_GUESSES = 8  # rounds of exchange before a row is left over
-_REFINEMENTS = 3  # after the first
+_GUESSES, _REFINEMENTS = 8, 3  # as in `simplex_qp`
 _MOST_NEWTON_STEPS = 100
 
 
-class Work(NamedTuple):
-    """Memory for one row, which the next row uses again. Names are those of `Gram`, `Constraints`
-    and `solve_torch`."""
-
-    cross: np.ndarray  # (K,K), like all up to the factor
-    images: np.ndarray
-    offsets: np.ndarray
-    rise: np.ndarray
-    bend: np.ndarray
-    longest: np.ndarray
-    slope: np.ndarray
-    gram: np.ndarray
-    matrix: np.ndarray  # the Gram matrix plus its largest diagonal entry
-    factor: np.ndarray
-    tilt: np.ndarray  # (K,), like all below
-    square: np.ndarray
-    norm: np.ndarray
-    level: np.ndarray
-    line: np.ndarray
-    linear: np.ndarray
-    weights: np.ndarray
-    potentials: np.ndarray
-    bound: np.ndarray
-    onward: np.ndarray
-    onward_slope: np.ndarray
-    weight: np.ndarray  # of the neighbors in the support, like the edge
-    edge: np.ndarray
-    gains: np.ndarray
-    step: np.ndarray
-    before: np.ndarray
-    support: np.ndarray  # of int64
+# Memory for one row, which the next row uses again, with names as in `Gram`, `Constraints` and
+# `solve_torch`: (K,K) numbers, K numbers, and the places of the support. The `matrix` is the Gram
+# matrix plus its largest diagonal entry, and `weight` and `edge` belong to the support.
+_SQUARE = "cross images offsets rise bend longest slope gram matrix factor"
+_FLAT = "tilt square norm level line linear weights potentials bound onward onward_slope weight"
+Work = namedtuple("Work", f"{_SQUARE} {_FLAT} edge gains step before support")
 
 
 @compiled()
@@ -66,7 +40,7 @@ def solve_rows(
     products, its worst case, and the largest L. The `rule` is 1, 0 or -1 for the lowest, canonical
     or highest potentials. Rows without a potential are left over unless `raises`. The results are
     `multipliers` and `potentials` (B,K), the `value`, the L that was `found`, `residual` and
-    `status` (B,) and, unless it is empty, `sensitivity` (B,K,K)."""
+    `status` (B,) and, unless it is empty, `sensitivity` (B,K,K), which is 0 before."""
     batch, count = squares.shape
     work = memory_for(count)
     for b in range(batch):
@@ -411,14 +385,11 @@ def solve(factor, size, side):
 
 @compiled()
 def invert(work, size, sensitivity):
-    """Compute H_SS^-1 - r r^T / sum r on the support, with the edge r = H_SS^-1 1.
+    """Write H_SS^-1 - r r^T / sum r into zeros, with the edge r = H_SS^-1 1 on the support S.
 
     H is the `matrix` of the working memory."""
     factor, edge, column, support = work.factor, work.edge, work.step, work.support
-    rate, count = 0.0, len(sensitivity)
-    for i in range(count):
-        for j in range(count):
-            sensitivity[i, j] = 0.0
+    rate = 0.0
     for i in range(size):
         rate += edge[i]
     for j in range(size):

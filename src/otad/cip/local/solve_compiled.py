@@ -39,7 +39,7 @@ def solve_compiled(
     how = limits, _RULES[rule], mode == "consistent", relaxation.climb is None
     weights, levels = np.empty((batch, count), dtype), np.empty((batch, count), dtype)
     value, high, residual = np.empty(batch, dtype), np.empty(batch), np.empty(batch)
-    status, slopes = np.empty(batch, np.int64), np.empty((batch if sensitive else 0, count, count))
+    status, slopes = np.empty(batch, np.int64), np.zeros((batch if sensitive else 0, count, count))
     found = weights, levels, value, high, residual, status, slopes
 
     def work(rows: slice) -> None:
