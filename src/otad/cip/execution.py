@@ -22,14 +22,13 @@ def blocks(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def row_blocks(rows: Tensor, most: int | None = None) -> list[slice]:
-    """Return a block of the rows (B,...) for each thread that is worth it, on the CPU of at most
-    `most` rows.
+def row_blocks(rows: Tensor) -> list[slice]:
+    """Return a block of the rows (B,...) for each thread that is worth it.
 
     They are about equally long: NumPy adds the numbers of a single row in another order."""
     count = size = rows.shape[0]
     if rows.is_cpu and count > _FEWEST_ROWS:
-        size = max(_FEWEST_ROWS, min(-(-count // torch.get_num_threads()), most or count))
+        size = max(_FEWEST_ROWS, -(-count // torch.get_num_threads()))
         size = -(-count // -(-count // size))
     return blocks(count, size)
 

@@ -103,7 +103,7 @@ def _readable(problem: RowProblem, names: tuple[str, ...]) -> list[Array] | None
         return [*points, np.arange(batch * count).reshape(batch, count)]
     if isinstance(problem, BankProblem):
         parts = [getattr(problem, _IN_BANK[name]) for name in names]
-        if all(part.dtype == dtype and in_file(part) is None for part in parts):
+        if all(one.is_cpu and one.dtype == dtype and in_file(one) is None for one in parts):
             return [array_of(part) for part in (*parts, problem.indices)]
     return None
 

@@ -209,7 +209,7 @@ def _is_step(step: object) -> bool:
 
 def _worst_noise(problem: RowProblem) -> float:
     """Return the largest relative error of a sum of d products, to which nearly equal terms come
-    close. Only in float32 it is more than products in float64 can decide."""
+    close. It is 0 in float64, because nothing more exact could decide."""
     single = problem.query.dtype == torch.float32
     return (problem.shape[2] + 2) * torch.finfo(torch.float32).eps / 2 if single else 0.0
 
