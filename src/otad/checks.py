@@ -28,11 +28,13 @@ def require(ok: object, name: str, expected: str, got: object) -> None:
 
 
 def holds(condition: Tensor) -> bool:
-    """Return whether a condition is true in all its entries, or `assuming` so."""
+    """Return whether a condition is true in all its entries, or `assuming` so.
+
+    It has an entry for each row of a batch, or a single one."""
     assumed = _assumed.get()
     if assumed is None:
         return bool(condition.all())
-    assumed.append(condition.all())
+    assumed.append(condition)
     return True
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 import otad
 from otad.checks import assuming, holds
 from otad.cip.surrogate import CipNet
-from otad.model.captured import CapturedModel, answer, captured
+from otad.model import captured as module
+from otad.model.captured import CapturedModel, answer, captured, capturing, quick
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -36,7 +37,7 @@ def test_conditions_are_collected_instead_of_read() -> None:
     assert not holds(torch.tensor([True, False]))
     with assuming() as conditions:
         assert holds(torch.tensor([True, False]))
-    assert [bool(one) for one in conditions] == [False]
+    assert [one.tolist() for one in conditions] == [[True, False]]
     assert not holds(torch.tensor(False))
 
 
@@ -44,8 +45,8 @@ def test_conditions_are_collected_instead_of_read() -> None:
 @torch.no_grad()
 def test_the_answer_is_that_of_the_model(solver: str) -> None:
     model, x = model_of(points(60), solver), points(5, seed=1)
-    outputs, is_proved = answer(model, x)
-    assert bool(is_proved)
+    outputs, is_right = answer(model, x)
+    assert is_right.tolist() == [True] * 5
     assert torch.equal(outputs, model(x))
     assert torch.equal(answer(model.backbone, x)[0], model.backbone(x))
 
@@ -55,7 +56,7 @@ def test_the_answer_is_that_of_the_model(solver: str) -> None:
 def test_illegal_inputs_are_noticed(value: float) -> None:
     model, x = model_of(points(60)), points(5, seed=1)
     x[2, 3] = value
-    assert not bool(answer(model, x)[1])
+    assert answer(model, x)[1].tolist() == [True, True, False, True, True]
 
 
 @torch.no_grad()
@@ -63,13 +64,125 @@ def test_neighbors_that_are_not_proved_are_noticed() -> None:
     equal = points(1).expand(30, 6)  # more points than the first shortlist has, at one distance
     model, x = model_of(torch.cat((equal, points(30, seed=2)))), points(3, seed=1)
     x[1] = equal[0]
-    assert not bool(answer(model, x)[1])
+    assert answer(model, x)[1].tolist() == [True, False, True]
     assert bool(model(x).isfinite().all())
 
 
 def test_a_cpu_has_no_graphs() -> None:
-    x = points(5, seed=1)
-    assert captured(model_of(points(60)), x) is None
+    model, x = model_of(points(60)), points(5, seed=1)
+    assert captured(model, x) is None
+    with capturing(model):
+        assert quick(model) is model
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Graphs that do their steps again on the CPU; the sizes of those that were made."""
+    sizes: list[int] = []
+
+    def recorded(steps, pool):
+        for step in steps:
+            step()
+        sizes.append(len(steps[0].__self__.x))
+        return steps
+
+    monkeypatch.setattr(module, "recorded", recorded)
+    monkeypatch.setattr(module, "can_capture", lambda model: isinstance(model, otad.OTAD))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    return sizes
+
+
+def slopes(model, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs, and the gradient of their squares."""
+    x = x.clone().requires_grad_()
+    outputs = model(x)
+    return outputs.detach(), torch.autograd.grad(outputs.square().sum(), x)[0]
+
+
+def both_agree(one, two, x: Tensor) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(one(x), two(x))
+    for mine, theirs in zip(slopes(one, x), slopes(two, x), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_few_graphs_answer_batches_of_all_sizes(stand_in: list[int]) -> None:
+    model = model_of(points(60))
+    fast = CapturedModel(model)
+    for round_ in range(6):
+        for size in (1, 30, 64, 70, 200, 1100):
+            both_agree(fast, model, points(size, seed=round_))
+    assert sorted(stand_in) == [64, 64, 128, 128, 256, 256]  # with a gradient and without
+    assert fast.turn > 0
+
+
+def test_rows_for_which_an_assumption_fails_are_answered_again(
+    stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def doubted(model, x):
+        outputs, is_right = answer(model, x)
+        wrong = x[:, 0] > 0.5
+        factor = torch.where(wrong, torch.nan, 1.0)[:, None]
+        return outputs * factor, is_right & ~wrong
+
+    monkeypatch.setattr(module, "answer", doubted)
+    model = model_of(points(60))
+    fast = CapturedModel(model)
+    for seed in range(1, 7):
+        both_agree(fast, model, points(20, seed=seed))
+    assert len(stand_in) == 2
+
+
+def test_a_gradient_may_come_after_other_batches(stand_in: list[int]) -> None:
+    model, x = model_of(points(60)), points(20, seed=1)
+    fast, expected = CapturedModel(model), slopes(model, x)[1]
+    for _ in range(5):
+        at = x.clone().requires_grad_()
+        outputs = fast(at)
+        fast(points(70, seed=2))
+        fast(points(20, seed=3).requires_grad_())
+        (gradient,) = torch.autograd.grad(outputs.square().sum(), at)
+        torch.testing.assert_close(gradient, expected)
+    assert stand_in
+
+
+def test_a_model_that_no_graph_can_hold_answers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(module, "recorded", fail)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    model, x = model_of(points(60)), points(20, seed=1)
+    fast = CapturedModel(model)
+    for _ in range(6):
+        both_agree(fast, model, x)
+
+
+def test_a_model_is_captured_within_a_context(stand_in: list[int]) -> None:
+    model, other = model_of(points(60)), model_of(points(50))
+    with capturing(model):
+        fast = quick(model)
+        with capturing(model), capturing(other):
+            assert quick(model) is fast
+            assert isinstance(quick(other), CapturedModel)
+        assert quick(other) is other
+    assert quick(model) is model
+
+
+def test_attacks_find_the_same_by_graphs(
+    stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = model_of(points(60)), points(70, seed=1)
+    y, ball = model(x).argmax(1), otad.L2(0.3, bounds=(0.0, 1.0))
+    attack = otad.attacks.Apgd(steps=12)
+    fast = attack(model, x, y, ball, generator=torch.Generator().manual_seed(0))
+    assert len(stand_in) >= 1
+    monkeypatch.setattr(CapturedModel, "graph", lambda *given: None)
+    slow = attack(model, x, y, ball, generator=torch.Generator().manual_seed(0))
+    assert 0 < fast.accuracy < 1
+    assert torch.equal(fast.broken, slow.broken)
+    torch.testing.assert_close(fast.inputs, slow.inputs)
+    assert torch.equal(fast.backwards, slow.backwards)
 
 
 @needs_cuda
@@ -83,6 +196,10 @@ def test_a_graph_answers_like_the_model(size: int, solver: str) -> None:
     assert isinstance(fast, CapturedModel)
     for x in (*batches, batches[0][:7]):
         torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-6)
+        with torch.enable_grad():
+            for _ in range(module.USUAL_CALLS + 1):
+                found, expected = slopes(fast, x)[1], slopes(model, x)[1]
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     for value, reason in ((2.0, "bounds"), (torch.nan, "finite")):
         wrong = batches[0].clone()
         wrong[3, 1] = value

@@ -27,6 +27,7 @@ from otad.checks import (
     taking,
 )
 from otad.errors import InputError
+from otad.model.captured import capturing
 from otad.short_repr import median_text
 from otad.threat import LpBall
 
@@ -237,7 +238,7 @@ class Attack(ABC):
         self.check_inputs(x, y, ball)
         started = time.perf_counter()
         x, target = x.detach(), Target(model, y, tolerance)
-        with seeded(model, generator):
+        with capturing(model), seeded(model, generator):
             with taking(x, "model"):
                 clean = target(x)
             check_outputs(clean, y)

@@ -24,6 +24,7 @@ from otad.attacks.objectives import (
     towards,
     wrong_classes,
 )
+from otad.attacks.projection import projected
 from otad.attacks.stand_in import climbable
 from otad.attacks.target import Survivors, Target
 from otad.checks import check_count, check_positive, require
@@ -272,10 +273,10 @@ class _Path:
 
     def next_point(self, ball: LpBall, momentum: float) -> Tensor:
         step = per_row(self.step, self.point) * ball.steepest(self.gradient)
-        ahead = ball.project(self.point + step, self.x)
+        ahead = projected(ball, self.point + step, self.x)
         inertia = self.point - self.previous
         moved = self.point + momentum * (ahead - self.point) + (1 - momentum) * inertia
-        return ball.project(moved, self.x)
+        return projected(ball, moved, self.x)
 
     def move(self, point: Tensor, value: Tensor, gradient: Tensor) -> None:
         self.raised = self.raised + (value > self.value)

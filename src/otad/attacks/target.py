@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from otad.attacks.projection import projected
 from otad.checks import check_shape, require
-from otad.threat import LpBall
+from otad.model.captured import quick
+from otad.threat import LpBall, per_row
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Maps outputs (n,C) or (n,) and targets (n,) to the values (n,) that an attacker maximizes."""
@@ -28,7 +30,7 @@ def is_randomized(model: nn.Module) -> bool:
 def answers(model: nn.Module, x: Tensor) -> Tensor:
     """Return the outputs of a model, or their mean over the draws of a randomized model."""
     if not is_randomized(model):
-        return model(x)  # type: ignore[no-any-return]
+        return quick(model)(x)
     return torch.stack([model(x) for _ in range(DRAWS)]).mean(0)
 
 
@@ -104,6 +106,7 @@ class Target:
         self.draws = DRAWS if is_randomized(model) else 1
         self.forwards = torch.zeros(len(y), dtype=torch.int64, device=y.device)
         self.backwards = torch.zeros_like(self.forwards)
+        self._asked = torch.full_like(self.forwards[:1], self.draws)
         self.blind = torch.zeros_like(self.forwards, dtype=torch.bool)
 
     def targets(self, rows: Tensor | None = None) -> Tensor:
@@ -113,7 +116,7 @@ class Target:
         if rows is None:
             counter += self.draws
         else:
-            counter.index_add_(0, rows, torch.full_like(rows, self.draws))
+            counter.index_add_(0, rows, self._asked.expand(len(rows)))
 
     def __call__(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return the outputs for inputs x (n,*), one for each of `rows`, without a gradient."""
@@ -128,7 +131,7 @@ class Target:
         outputs: list[Tensor] = []
 
         def value_of(inputs: Tensor) -> Tensor:
-            outputs.append(self.model(inputs))
+            outputs.append(quick(self.model)(inputs))
             return loss(outputs[-1], self.targets(rows))
 
         drawn = []
@@ -149,8 +152,8 @@ class Target:
         because the attack does not see where to go."""
         value, gradient = value_and_gradient(function, x)
         blind = ~gradient.flatten(1).isfinite().all(1) & value.isfinite()
-        if bool(blind.any()):
-            self.blind[blind if rows is None else rows[blind]] = True
+        rows = torch.arange(len(x), device=x.device) if rows is None else rows
+        self.blind[rows] |= blind  # without a question that a GPU would have to answer first
         return value, gradient.nan_to_num(0.0, 0.0, 0.0)
 
     def is_broken(self, outputs: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -188,7 +191,7 @@ class Survivors:
         return rows[~self.target.is_done(self.gain[rows])]
 
     def project(self, moved: Tensor, rows: Tensor) -> Tensor:
-        return self.ball.project(moved, self.x[rows])
+        return projected(self.ball, moved, self.x[rows])
 
     def offer(self, moved: Tensor, rows: Tensor) -> None:
         """Ask the model about inputs (n,*) and keep those with more gain.
@@ -211,9 +214,11 @@ class Survivors:
         return ~broken
 
     def _keep(self, moved: Tensor, gain: Tensor, rows: Tensor) -> None:
-        better = (gain > self.gain[rows]).nonzero()[:, 0]  # a GPU makes the host wait for it once
-        self.inputs[rows[better]] = moved[better]
-        self.gain[rows[better]] = gain[better].to(self.gain.dtype)
+        # Without a list of the better ones, which a GPU would have to send first.
+        best, inputs = self.gain[rows], self.inputs[rows]
+        better = gain > best
+        self.inputs[rows] = torch.where(per_row(better, moved), moved, inputs)
+        self.gain[rows] = torch.where(better, gain.to(best.dtype), best)
 
 
 def check_outputs(outputs: Tensor, y: Tensor, name: str = "model") -> None:

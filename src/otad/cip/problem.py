@@ -290,7 +290,7 @@ def _check_values(query: Tensor, indices: Tensor, points: int) -> None:
         # The extremes of a query are NaN if one of its entries is. They take no memory.
         least, most = torch.aminmax(query.detach())
         legal = least > -math.inf, most < math.inf, ends[0] >= 0, ends[1] < points
-        if holds(torch.stack(legal)):
+        if holds(torch.stack(legal).all()):
             return
     check_tensor(query, "query", "B,d")
     low, high = (int(end) for end in ends)

@@ -37,6 +37,7 @@ from otad.evaluate.undefended import attacks_alone, network_of, strength
 from otad.io.environment import Environment
 from otad.io.tensor_files import write_tensors
 from otad.model.account import AccountBuilder, SolverAccount
+from otad.model.captured import capturing
 from otad.model.conversion import ArrayLike, Estimator, converted, like_inputs
 from otad.model.otad import OTAD
 from otad.model.training_inputs import copies_of_bank
@@ -198,7 +199,7 @@ def evaluate(
         if callable(progress):
             progress(label, done, total, worst)
 
-    with working(executor) as workers:
+    with working(executor) as workers, capturing(model):
         alone: Evaluation | None = None
         if network is not None:
             alone = evaluate(

@@ -1,12 +1,18 @@
-"""Answers batches of one size by a CUDA graph.
+"""Answers batches, and computes their gradients, by CUDA graphs.
 
 A GPU answers a small batch in less time than Python needs to launch its hundreds of kernels. A
 graph launches all of them at once. Nothing can be read from the device on the way, so neighbors are
-assumed to be proved and problems to be solved. One number says afterwards whether they were. If
-not, the model answers the batch again in the usual way.
+assumed to be proved and problems to be solved. The graph says afterwards for which rows this was
+true, and the model answers the other rows again in the usual way.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,53 +24,181 @@ from otad.model.otad import OTAD
 from otad.nets.features import parts_of_user
 from otad.search.neighbors import TorchSearch
 
-MOST_ROWS = 256  # of a batch: if it is larger, kernels take longer than launching them
+MOST_ROWS = 1024  # of a batch: if it is larger, kernels take longer than launching them
+FEWEST_ROWS, STRIDE = 64, 128  # the sizes of graphs for batches of any size
+USUAL_CALLS = 3  # of a size before its graph, which takes as long to make as three batches take
+
+
+Step = Callable[[], None]
+
+
+class Graph:
+    """Answers to x (n,*), and if x requires a gradient the product of one with their Jacobian.
+
+    `is_right` (n,) says which rows of `outputs` are those of the model. After `answer`, `pull`
+    turns `cotangent` into `gradient`."""
+
+    outputs: Tensor
+    is_right: Tensor
+    cotangent: Tensor
+    gradient: Tensor
+
+    def __init__(self, model: nn.Module, x: Tensor, pool: Any) -> None:
+        self.model, self.x = model, x
+        steps = [self._answer, self._pull] if x.requires_grad else [self._answer]
+        self.answer, *rest = recorded(steps, pool)
+        self.pull = rest[0] if rest else None
+
+    def _answer(self) -> None:
+        with torch.set_grad_enabled(self.x.requires_grad):
+            self.outputs, self.is_right = answer(self.model, self.x)
+        self.cotangent = torch.zeros_like(self.outputs)
+
+    def _pull(self) -> None:
+        given = self.outputs, self.x, self.cotangent
+        (gradient,) = torch.autograd.grad(*given, retain_graph=True)
+        wrong = ~self.is_right.view(-1, *[1] * (self.x.dim() - 1))
+        self.gradient = gradient.masked_fill(wrong, 0.0)
+
+
+def recorded(steps: Sequence[Step], pool: Any) -> list[Step]:
+    """Return what does each of these steps on the GPU again, with its results in the same place."""
+    beside, graphs = torch.cuda.Stream(), []
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for step in steps:
+            step()  # compiles kernels, and makes what is cached
+    torch.cuda.current_stream().wait_stream(beside)
+    for step in steps:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            step()
+        graphs.append(graph)
+    return [graph.replay for graph in graphs]
 
 
 class CapturedModel:
-    """A model for batches like x (B,*input_shape), until its weights change. It has no gradient."""
+    """Answers like a model, by graphs that share their memory, until the weights change.
 
-    def __init__(self, model: nn.Module, x: Tensor) -> None:
-        self._model, self._x = model, x.clone()
-        with torch.cuda.device(x.device), torch.no_grad():
-            beside = torch.cuda.Stream()
-            beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(beside):
-                for _ in range(2):
-                    model(self._x)  # compiles kernels, and makes what is cached
-            torch.cuda.current_stream().wait_stream(beside)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._outputs, self._is_proved = answer(model, self._x)
+    All graphs have the same number of `rows`, or if it is None a few sizes that suit a batch. What
+    is missing to a size is filled up by earlier inputs."""
+
+    def __init__(self, model: nn.Module, rows: int | None = None) -> None:
+        self.model, self.rows = model, rows
+        self.turn = 0  # how often a graph has answered
+        self._graphs: dict[tuple[Any, ...], Graph | None] = {}  # None where none can be made
+        self._calls = Counter[tuple[Any, ...]]()
+        self._pool: Any = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        alike = x.shape == self._x.shape and x.dtype == self._x.dtype and x.device == self._x.device
-        if alike and not (x.requires_grad and torch.is_grad_enabled()):
-            self._x.copy_(x)
-            self._graph.replay()
-            if bool(self._is_proved):
-                return self._outputs.clone()
-        outputs: Tensor = self._model(x)
-        return outputs
+        graph = self.graph(x, USUAL_CALLS)
+        if graph is None:
+            outputs: Tensor = self.model(x)
+            return outputs
+        outputs = _Replay.apply(x, self, graph)  # type: ignore[no-untyped-call]
+        wrong = (~graph.is_right[: len(x)]).nonzero()[:, 0]  # the host waits here, and only here
+        return outputs.index_copy(0, wrong, self.model(x[wrong])) if len(wrong) else outputs
+
+    def graph(self, x: Tensor, calls: int = 0) -> Graph | None:
+        """Return the graph for a batch, if others like it came so often before."""
+        count, is_grown = self.rows or padded(len(x)), x.requires_grad and torch.is_grad_enabled()
+        if not len(x) <= count <= MOST_ROWS:
+            return None
+        kind = count, x.shape[1:], x.dtype, x.device, is_grown
+        if kind not in self._graphs and self._calls[kind] >= calls:
+            self._graphs[kind] = self._made(x, count, is_grown)
+        self._calls[kind] += 1
+        return self._graphs.get(kind)
+
+    def _made(self, x: Tensor, count: int, is_grown: bool) -> Graph | None:
+        rows = torch.arange(count, device=x.device) % len(x)
+        try:
+            with torch.cuda.device_of(x):
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                return Graph(self.model, x.detach()[rows].requires_grad_(is_grown), self._pool)
+        except RuntimeError:  # a layer reads from the GPU, or memory does not suffice for a graph
+            self._pool = None
+            return None
+
+
+class _Replay(torch.autograd.Function):
+    """The outputs of a graph, differentiable as long as no other batch was answered since."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, owner: CapturedModel, graph: Graph) -> Tensor:
+        ctx.owner, ctx.graph, ctx.turn = owner, graph, _ask(x, owner, graph)
+        ctx.save_for_backward(x)
+        return graph.outputs[: len(x)].detach().clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        (x,), graph = ctx.saved_tensors, ctx.graph
+        if ctx.turn != ctx.owner.turn:  # what the graph had in memory is lost
+            ctx.turn = _ask(x, ctx.owner, graph)
+        graph.cotangent[: len(x)].copy_(cotangent)
+        graph.pull()
+        return graph.gradient[: len(x)].clone(), None, None
+
+
+@torch.no_grad()
+def _ask(x: Tensor, owner: CapturedModel, graph: Graph) -> int:
+    graph.x[: len(x)].copy_(x)
+    graph.answer()
+    owner.turn += 1
+    return owner.turn
+
+
+def padded(count: int) -> int:
+    """Return the size of the graph for a batch: few sizes, and not many rows more."""
+    return FEWEST_ROWS if count <= FEWEST_ROWS else -(-count // STRIDE) * STRIDE
 
 
 def captured(model: nn.Module, x: Tensor) -> CapturedModel | None:
-    """Return the model for batches like x (B,*input_shape), or None if no graph can hold it.
+    """Return the model for batches of up to the size of x (B,*input_shape), or None if no graph can
+    hold it."""
+    if not (x.is_cuda and can_capture(model)):
+        return None
+    found = CapturedModel(model, len(x))
+    with torch.no_grad():
+        return None if found.graph(x) is None else found
+
+
+_answering: ContextVar[tuple[CapturedModel, ...]] = ContextVar("answering", default=())
+
+
+@contextmanager
+def capturing(model: nn.Module) -> Iterator[None]:
+    """Let `quick` answer by CUDA graphs within the context, where the weights do not change."""
+    known = _answering.get()
+    if any(one.model is model for one in known) or not can_capture(model):
+        yield
+        return
+    token = _answering.set((*known, CapturedModel(model)))
+    try:
+        yield
+    finally:
+        _answering.reset(token)
+
+
+def quick(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return what answers like a model, and faster where it is being captured."""
+    return next((one for one in _answering.get() if one.model is model), model)
+
+
+def can_capture(model: nn.Module) -> bool:
+    """Return whether a CUDA graph can hold a model.
 
     A graph holds a network of this package, and a model of local scope with such networks and an
-    exact solver or a CIP-net, if its bank is on the GPU of x. What a user's own module does is not
+    exact solver or a CIP-net, if its bank is on the GPU. What a user's own module does is not
     known."""
     nets: list[nn.Module] = [model]
     if isinstance(model, OTAD):
         nets = [net for net in (model.backbone, model.metric) if net is not None]
-    known = all(getattr(net, "is_capturable", False) for net in nets)
-    known = known and next(parts_of_user(model), None) is None
-    if not (known and x.is_cuda and len(x) <= MOST_ROWS and _stays_on_gpu(model)):
-        return None
-    try:
-        return CapturedModel(model, x)
-    except RuntimeError:  # a layer reads from the GPU, or memory does not suffice for a graph
-        return None
+    if not all(getattr(net, "is_capturable", False) for net in nets):
+        return False
+    on_gpu = all(one.is_cuda for one in (*model.parameters(), *model.buffers()))
+    return on_gpu and next(parts_of_user(model), None) is None and _stays_on_gpu(model)
 
 
 def _stays_on_gpu(model: nn.Module) -> bool:
@@ -80,14 +214,17 @@ def _stays_on_gpu(model: nn.Module) -> bool:
 
 
 def answer(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs for x, and whether x is legal and everything assumed on the way is true.
+    """Return the outputs for x, and for which rows x is legal and all that was assumed is true.
 
     Nothing is read from the GPU."""
+    is_right = torch.ones(len(x), dtype=torch.bool, device=x.device)
     if not isinstance(model, OTAD):
-        return model(x), torch.ones((), dtype=torch.bool, device=x.device)
-    bounds, (low, high) = model.backbone.bounds, torch.aminmax(x)
+        return model(x), is_right
+    bounds, (low, high) = model.backbone.bounds, torch.aminmax(x.detach().flatten(1), dim=1)
     least, most = bounds or (-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
     with assuming() as conditions:
         found = model.solve(*model._queries(x))
         outputs = model._outputs(found.solution.image, found.neighbors.distances[:, 0])
-    return outputs, torch.stack([low >= least, high <= most, *conditions]).all()
+    for condition in (low >= least, high <= most, *conditions):
+        is_right = is_right & condition
+    return outputs, is_right
