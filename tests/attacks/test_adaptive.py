@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from otad.attacks import L2, Bpda, Linf, Pgd
 from otad.attacks.adaptive import Bisector, Pull, Region, SoftKnn, Straight
-from otad.attacks.adaptive.ascent import _advantage
 from otad.attacks.adaptive.lines import shortest_step
 from otad.attacks.adaptive.neighborhood import Neighborhood
+from otad.attacks.adaptive.soft_votes import advantage
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.errors import InputError
 from otad.model.defend import defend
@@ -179,10 +179,10 @@ def test_the_gradient_of_the_smooth_vote_is_that_of_finite_differences(generator
     wrong, right = (torch.tensor([[side, -side, 0] * 4]) > 0 for side in (1, -1))
     start = torch.randn(1, 3, generator=generator, dtype=torch.float64, requires_grad=True)
 
-    def advantage(x: Tensor) -> Tensor:
-        return _advantage(-(x[:, None] - points).square().sum(2), wrong, right)
+    def of_inputs(x: Tensor) -> Tensor:
+        return advantage(-(x[:, None] - points).square().sum(2), wrong, right)
 
-    assert torch.autograd.gradcheck(advantage, start)
+    assert torch.autograd.gradcheck(of_inputs, start)
 
 
 @EACH

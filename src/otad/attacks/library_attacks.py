@@ -119,7 +119,7 @@ class Square(Attack):
         # The library passes labels to this function only, one for each input it asks about. Row
         # numbers in place of labels say which example a query belongs to.
         engine.margin_and_loss = judge
-        _keep_windows(engine)
+        _hasten(engine)
         engine.init_hyperparam(x)
         for _ in range(self.restarts):
             rows = survivors.rows
@@ -129,9 +129,11 @@ class Square(Attack):
         return survivors.inputs
 
 
-def _keep_windows(square: Any) -> None:
-    """Make each window of Square once, because it takes the library many small operations."""
+def _hasten(square: Any) -> None:
+    """Make each window of Square once, because it takes the library many small operations, and draw
+    its place where the library needs it, as a number that no GPU has to send."""
     square.eta_rectangles = cache(square.eta_rectangles)
+    square.random_int = lambda low, high: int(low + (high - low) * torch.rand(1))
 
 
 @register_attack
@@ -198,7 +200,7 @@ class AutoAttackSuite(Attack):
                 seed=seed,
                 device=x.device,
             )
-            _keep_windows(suite.square)
+            _hasten(suite.square)
             with _contained(target, suite, checks, self.remarks):
                 self._fit_to_classes(suite, int(model(box.to_unit(x[:1])).shape[1]))
                 found, _ = suite.run_standard_evaluation(units, target.y, batch_size=len(x))

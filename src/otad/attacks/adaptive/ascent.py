@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from otad.attacks.adaptive.neighborhood import BankAttack, Block, Neighborhood, blocks_of
+from otad.attacks.adaptive.soft_votes import advantage_over
 from otad.attacks.base import option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.objectives import Objective, asking, loss_for
@@ -111,16 +112,17 @@ class SoftKnn(KeyAscent):
         bank, ball, moved = block.bank, block.survivors.ball, block.x
         with torch.no_grad():
             ranks = bank.ranks_at(moved)
-            width, wrong = bank.width(ranks, temperature), bank.is_wrong(block.y)
+            width = bank.width(ranks, temperature)
             if not block.is_regression:
                 aims = bank.nearest_classes(ranks, block.y)
                 aim = aims[:, min(place, aims.shape[1] - 1)]
-                chosen = (bank.votes[None] == aim[:, None]) & wrong
+                advantage = advantage_over(bank, aim, block.y, width)
 
         def smooth(inputs: Tensor) -> Tensor:
-            scores = -bank.ranks(bank.embed(inputs)) / width
+            embedded = bank.embed(inputs)
             if not block.is_regression:
-                return _advantage(scores, chosen, ~wrong)
+                return advantage(embedded)
+            scores = -bank.ranks(embedded) / width
             mean: Tensor = scores.softmax(1) @ bank.votes.to(scores)
             return -mean if place else mean
 
@@ -131,14 +133,6 @@ class SoftKnn(KeyAscent):
             moved = block.survivors.project(moved + stride * ball.steepest(gradient), block.rows)
             if step % ASK_EVERY == 0 or step == self.steps:
                 block.offer(moved)
-
-
-def _advantage(scores: Tensor, wrong: Tensor, right: Tensor) -> Tensor:
-    """Return how much more the wrong points weigh than the right ones (n,), from scores (n,N)."""
-    sums = [scores.masked_fill(~side, -math.inf).logsumexp(1) for side in (wrong, right)]
-    # If there is no point on one side, the other side alone gives the direction.
-    towards, away = (torch.where(total.isfinite(), total, 0.0) for total in sums)
-    return towards - away
 
 
 @register_attack
