@@ -15,7 +15,12 @@ pytest.importorskip("triton", reason="needs Triton, which comes with torch for C
 
 from otad.errors import InputError  # noqa: E402
 from otad.search import grouped_product  # noqa: E402
-from otad.search.grouped_product import GroupedProduct, padded, tree_order  # noqa: E402
+from otad.search.grouped_product import (  # noqa: E402
+    GroupedProduct,
+    HalvesProduct,
+    padded,
+    tree_order,
+)
 from otad.search.neighbors import SPARE, NeighborSearch, TorchSearch  # noqa: E402
 
 # NumPy, which interprets kernels here, warns of numbers that the kernel masks out afterwards.
@@ -32,13 +37,18 @@ class Plain(TorchSearch):
 
 
 def search_of(
-    monkeypatch: pytest.MonkeyPatch, points: Tensor, *, in_double: bool
+    monkeypatch: pytest.MonkeyPatch, points: Tensor, *, by: torch.dtype
 ) -> tuple[TorchSearch, GroupedProduct]:
     monkeypatch.setattr(GroupedProduct, "covers", staticmethod(lambda points: True))
-    monkeypatch.setattr(grouped_product, "is_fast_in_double", lambda device: in_double)
+    monkeypatch.setattr(grouped_product, "is_fast_in_double", lambda device: by == DOUBLE)
+    monkeypatch.setattr(grouped_product, "multiplies_halves", lambda device: by == HALF)
+    if not HAS_CUDA:
+        in_single = lambda left, right: left.float() @ right.float().T  # noqa: E731
+        monkeypatch.setattr(grouped_product, "multiplied", in_single)
     search = TorchSearch(points.to(DEVICE))
     assert search._grouped is not None
-    assert search._grouped.dtype == (DOUBLE if in_double and search._plain else SINGLE)
+    assert search._grouped.product.dtype == (DOUBLE if by == DOUBLE and search._plain else SINGLE)
+    assert isinstance(search._grouped.product, HalvesProduct) == (by == HALF)
     return search, search._grouped
 
 
@@ -64,7 +74,7 @@ def reference(points: Tensor, queries: Tensor, exclude: Tensor) -> tuple[Tensor,
     return lengths.sort(dim=1, stable=True)
 
 
-@pytest.mark.parametrize("in_double", [False, True])
+@pytest.mark.parametrize("by", [HALF, SINGLE, DOUBLE])
 @pytest.mark.parametrize(
     ("dim", "dtype", "shift", "spread", "k"),
     [
@@ -75,11 +85,11 @@ def reference(points: Tensor, queries: Tensor, exclude: Tensor) -> tuple[Tensor,
     ],
 )
 def test_neighbors_are_those_of_all_distances(
-    monkeypatch: pytest.MonkeyPatch, dim, dtype, shift, spread, k, in_double
+    monkeypatch: pytest.MonkeyPatch, dim, dtype, shift, spread, k, by
 ) -> None:
     points, queries = drawn(dim, dtype, shift, spread)
     plain = Plain(points)
-    search, grouped = search_of(monkeypatch, points, in_double=in_double)
+    search, grouped = search_of(monkeypatch, points, by=by)
     exclude = torch.tensor([-1, 5, -1, 9, 3])
     lengths, order = reference(points, queries, exclude)
     found = search(queries.to(DEVICE), k, exclude=exclude.to(DEVICE))
@@ -93,7 +103,7 @@ def test_neighbors_are_those_of_all_distances(
     first = search.candidates(queries.to(DEVICE), *how)
     size = padded(k + SPARE)  # of the shortlist, in which there may be an excluded point
     assert bool((first.beyond.cpu() <= lengths[:, size]).all())
-    if grouped.dtype == DOUBLE:  # then the bound is tight
+    if grouped.product.dtype == DOUBLE:  # then the bound is tight
         assert bool((first.beyond.cpu() >= lengths[:, size - 2] - 1e-4).all())
 
 
@@ -102,8 +112,8 @@ def test_nothing_is_proved_of_queries_that_are_not_finite_or_overflow(
 ) -> None:
     points, queries = drawn(7, SINGLE, 0.0, 1.0)
     none = torch.full((len(queries),), -1, device=DEVICE)
-    for value, in_double in ((3e38, False), (torch.nan, True), (torch.inf, True)):
-        search, _ = search_of(monkeypatch, points, in_double=in_double)
+    for value, by in ((3e38, SINGLE), (1e6, HALF), (torch.nan, DOUBLE), (torch.inf, DOUBLE)):
+        search, _ = search_of(monkeypatch, points, by=by)
         queries[2, 3] = value
         found = search.candidates(queries.to(DEVICE), 3, 3 + SPARE, none)
         assert (found.distances[:, -1] < found.beyond).tolist()[:4] == [True, True, False, True]
@@ -116,7 +126,7 @@ def test_small_banks_and_long_shortlists_are_left_to_the_plain_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     points, queries = drawn(7, SINGLE, 0.0, 1.0)
-    search, grouped = search_of(monkeypatch, points, in_double=True)
+    search, grouped = search_of(monkeypatch, points, by=HALF)
     assert grouped.holds(32)
     assert not grouped.holds(33)  # 64 of 33 groups
     found, expected = search(queries.to(DEVICE), 40), Plain(points)(queries, 40)

@@ -295,10 +295,6 @@ class TorchSearch(NeighborSearch):
         if scaled is not None and GroupedProduct.covers(self.points):
             self._grouped = GroupedProduct(self.points, scaled, self._radii, self._exponent)
 
-    def _is_grouped(self, size: int) -> bool:
-        """Return whether shortlists of this size are made by `otad.search.grouped_product`."""
-        return self._grouped is not None and self._grouped.holds(size)
-
     def candidates(self, queries: Tensor, k: int, size: int, exclude: Tensor) -> Candidates:
         search = super().candidates
         if not self._is_projected(queries, k, size):
@@ -312,10 +308,11 @@ class TorchSearch(NeighborSearch):
         return size <= k + SPARE and self._projection.prepare(queries)
 
     def _width(self, size: int) -> int:
-        width = super()._width(size)
-        if not self._is_grouped(size):
+        width, grouped = super()._width(size), self._grouped
+        if grouped is None or not grouped.holds(size):
             return width
-        return max(1, min(width, WORKING_BYTES // (8 * len(self))))  # all products are in memory
+        scores = grouped.product.dtype.itemsize * len(self)  # of a query; all are in memory
+        return max(1, min(width, WORKING_BYTES // scores))
 
     def _attempt(self, queries: Tensor, k: int, size: int, exclude: Tensor) -> Candidates:
         grouped = self._grouped
