@@ -334,9 +334,11 @@ def _opponents(
     wrong = bank.is_wrong(y)
     allowed = wrong
     if place is not None:
-        for _ in range(place + 1):
-            first = bank.votes[lowest(ranks, 1, allowed)[:, 0]]
-            of_class = bank.votes[None] == first[:, None]
-            chosen, allowed = allowed & of_class, allowed & ~of_class
-        allowed = torch.where(chosen.any(1, keepdim=True), chosen, wrong)
+        left = ranks.masked_fill(~wrong, math.inf)
+        for nearer in range(place + 1):
+            least, nearest = left.min(1, keepdim=True)
+            of_class = bank.votes[None] == bank.votes[nearest]
+            if nearer < place:
+                left = left.masked_fill(of_class, math.inf)
+        allowed = wrong & (of_class | ~least.isfinite())
     return lowest(ranks, wrong_count, allowed), lowest(ranks, right_count, ~wrong)
