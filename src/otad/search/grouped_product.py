@@ -3,6 +3,9 @@
 The points are in G groups. The T largest products of a query are among the products of the T groups
 with the largest maxima, so two selections from short lists find them. Triton kernels then compute
 the distances of these T candidates in float64, sort them, and say how far all other points are.
+
+Matrix units multiply numbers in half precision many times as fast as others, so each number is the
+sum of two halves. GPUs without them multiply in float64, or if that is slow in float32.
 """
 
 from __future__ import annotations
