@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,19 +184,18 @@ class Pixle(Attack):
         survivors = Survivors(target, x, ball)
         pixels = x.flatten(2)
         # origins[b, j]: which pixel of the original image b is at place j.
-        origins = torch.arange(pixels.shape[2]).repeat(len(x), 1)
+        origins = torch.arange(pixels.shape[2], device=x.device).repeat(len(x), 1)
         best, rows, lowest = origins.clone(), survivors.rows, _height(target(x), target.y)
         for _ in range(self.restarts):
             for _ in range(self.max_iterations):
-                chosen = rows.cpu()
-                tried = self._rearranged(origins[chosen], x.shape[2:], generator)
-                places = tried.to(x.device)[:, None].expand_as(pixels[rows])
+                tried = self._rearranged(origins[rows], x.shape[2:], generator)
+                places = tried[:, None].expand_as(pixels[rows])
                 moved = survivors.project(pixels[rows].gather(2, places).view_as(x[rows]), rows)
                 outputs = target(moved, rows)
                 height = _height(outputs, target.targets(rows))
                 better = height < lowest[rows]
-                lowest[rows[better]] = height[better]
-                best[chosen[better.cpu()]] = tried[better.cpu()]
+                lowest[rows] = torch.where(better, height, lowest[rows])
+                best[rows] = torch.where(better[:, None], tried, best[rows])
                 rows = rows[survivors.judge(moved, outputs, rows)]
                 if not len(rows):
                     return survivors.inputs
@@ -204,16 +204,18 @@ class Pixle(Attack):
 
     def _rearranged(self, origins: Tensor, sides: torch.Size, generator: torch.Generator) -> Tensor:
         """Return the origins (B,HW) after copying one patch of each image to random places."""
-        height, width = sides
-        top, rows = _spans(height, self.y_dimensions, len(origins), generator)
-        left, columns = _spans(width, self.x_dimensions, len(origins), generator)
-        result = origins.clone()
-        for down in range(int(rows.max())):
-            for right in range(int(columns.max())):
-                inside = (down < rows) & (right < columns)
-                source = ((top + down) * width + left + right).masked_fill(~inside, 0)
-                places = torch.randint(height * width, (len(origins),), generator=generator)
-                result[inside.nonzero()[:, 0], places[inside]] = source[inside]
+        (height, width), count = sides, len(origins)
+        top, rows = _spans(height, self.y_dimensions, count, generator)
+        left, columns = _spans(width, self.x_dimensions, count, generator)
+        copies = []
+        for down, right in itertools.product(range(int(rows.max())), range(int(columns.max()))):
+            inside = (down < rows) & (right < columns)
+            source = ((top + down) * width + left + right).masked_fill(~inside, -1)
+            copies.append((source, torch.randint(height * width, (count,), generator=generator)))
+        result, images = origins.clone(), torch.arange(count, device=origins.device)
+        for source, place in torch.stack([torch.stack(pair) for pair in copies]).to(images.device):
+            at = images, place
+            result[at] = torch.where(source >= 0, source, result[at])
         return result
 
 

@@ -19,6 +19,7 @@ from otad.attacks.adaptive.neighborhood import BankAttack, Block, blocks_of, low
 from otad.attacks.base import Attack, option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.pgd import Apgd
+from otad.attacks.projection import projected
 from otad.attacks.target import Survivors, Target
 from otad.checks import check_count, check_positive
 from otad.model.otad import OTAD
@@ -78,7 +79,8 @@ class Straight(Attack):
                 for share in self.shares:
                     # The nearest point to the aim within a share of the radius: in l2 it is on the
                     # line to the aim, in l-infinity every feature goes as far as it can.
-                    block.offer(ball.with_eps(share * ball.eps).project(aim, block.x))
+                    near = ball.with_eps(share * ball.eps)
+                    block.offer(projected(near, aim, block.x))
         return survivors.inputs
 
     def _aims(self, block: Block) -> list[Tensor]:
