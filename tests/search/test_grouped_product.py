@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +121,18 @@ def test_nothing_is_proved_of_queries_that_are_not_finite_or_overflow(
         assert bool(((found.indices >= 0) & (found.indices < N)).all())  # a graph gathers them
     with pytest.raises(InputError, match=r"queries: expected finite values, got inf at \(2, 3\)"):
         search(queries.to(DEVICE), 3)
+
+
+def test_nothing_is_proved_by_sums_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    points, queries = drawn(7, SINGLE, 0.0, 1.0)
+    search, _ = search_of(monkeypatch, points, by=HALF)
+    none = torch.full((len(queries),), -1, device=DEVICE)
+    assert bool((search.candidates(queries.to(DEVICE), 3, 3 + SPARE, none).beyond > 0).any())
+    asked = SimpleNamespace(allow_fp16_accumulation=True, fp32_precision="ieee")
+    monkeypatch.setattr(torch.backends.cuda, "matmul", asked)
+    assert bool((search.candidates(queries.to(DEVICE), 3, 3 + SPARE, none).beyond == 0).all())
+    found, expected = search(queries.to(DEVICE), 3), Plain(points)(queries, 3)
+    assert torch.equal(found.indices.cpu(), expected.indices)
 
 
 def test_small_banks_and_long_shortlists_are_left_to_the_plain_search(

@@ -25,7 +25,7 @@ def projected(ball: LpBall, moved: Tensor, x: Tensor) -> Tensor:
 def has_kernel(ball: LpBall, x: Tensor) -> bool:
     """Return whether the kernel projects inputs like x (n,*) into a ball."""
     is_plain = ball.scale is None and ball.mutable is None and ball.groups is None
-    fits = x.dtype == torch.float32 and x[0].numel() <= MOST_FEATURES
+    fits = x.dtype == torch.float32 and len(x) > 0 and x[0].numel() <= MOST_FEATURES
     positive = ball.eps >= torch.finfo(torch.float32).tiny
     return x.is_cuda and is_plain and fits and positive and has_triton()
 

@@ -55,8 +55,7 @@ class Graph:
         self.cotangent = torch.zeros_like(self.outputs)
 
     def _pull(self) -> None:
-        given = self.outputs, self.x, self.cotangent
-        (gradient,) = torch.autograd.grad(*given, retain_graph=True)
+        (gradient,) = torch.autograd.grad(self.outputs, self.x, self.cotangent)
         wrong = ~self.is_right.view(-1, *[1] * (self.x.dim() - 1))
         self.gradient = gradient.masked_fill(wrong, 0.0)
 
@@ -85,7 +84,7 @@ class CapturedModel:
 
     def __init__(self, model: nn.Module, rows: int | None = None) -> None:
         self.model, self.rows = model, rows
-        self.turn = 0  # how often a graph has answered
+        self.turn = 0  # how often a graph has run
         self._graphs: dict[tuple[Any, ...], Graph | None] = {}  # None where none can be made
         self._calls = Counter[tuple[Any, ...]]()
         self._pool: Any = None
@@ -102,7 +101,7 @@ class CapturedModel:
     def graph(self, x: Tensor, calls: int = 0) -> Graph | None:
         """Return the graph for a batch, if others like it came so often before."""
         count, is_grown = self.rows or padded(len(x)), x.requires_grad and torch.is_grad_enabled()
-        if not len(x) <= count <= MOST_ROWS:
+        if not 0 < len(x) <= count <= MOST_ROWS:
             return None
         kind = count, x.shape[1:], x.dtype, x.device, is_grown
         if kind not in self._graphs and self._calls[kind] >= calls:
@@ -114,6 +113,8 @@ class CapturedModel:
         rows = torch.arange(count, device=x.device) % len(x)
         try:
             with torch.cuda.device_of(x):
+                if not has_room():
+                    return None
                 self._pool = self._pool or torch.cuda.graph_pool_handle()
                 return Graph(self.model, x.detach()[rows].requires_grad_(is_grown), self._pool)
         except RuntimeError:  # a layer reads from the GPU, or memory does not suffice for a graph
@@ -122,7 +123,7 @@ class CapturedModel:
 
 
 class _Replay(torch.autograd.Function):
-    """The outputs of a graph, differentiable as long as no other batch was answered since."""
+    """The outputs of a graph. It answers again if another one has run before the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, owner: CapturedModel, graph: Graph) -> Tensor:
@@ -138,6 +139,7 @@ class _Replay(torch.autograd.Function):
             ctx.turn = _ask(x, ctx.owner, graph)
         graph.cotangent[: len(x)].copy_(cotangent)
         graph.pull()
+        ctx.owner.turn += 1  # in its last step a graph used the memory of its first ones again
         return graph.gradient[: len(x)].clone(), None, None
 
 
@@ -147,6 +149,12 @@ def _ask(x: Tensor, owner: CapturedModel, graph: Graph) -> int:
     graph.answer()
     owner.turn += 1
     return owner.turn
+
+
+def has_room() -> bool:
+    """Return whether half of the GPU's memory is free: graphs take about as much as is in use."""
+    free, total = torch.cuda.mem_get_info()
+    return 2 * free >= total
 
 
 def padded(count: int) -> int:
