@@ -72,6 +72,17 @@ def run_on_threads(parts: Sequence[Part], work: Callable[[Part], Result]) -> lis
 
 
 @contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let the operations of torch use so many threads."""
+    allowed = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(allowed)
+
+
+@contextmanager
 def _one_thread_each() -> Iterator[int]:
     """Limit NumPy to one thread, and yield how many torch may use: a thread's setting is also the
     default of new threads."""

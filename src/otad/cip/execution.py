@@ -66,17 +66,6 @@ def matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one thread, for small matrices on which synchronizing threads takes most of the time."""
-    allowed = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(allowed)
-
-
-@contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Turn off autocast, TF32 and oneDNN for the products of torch.
 

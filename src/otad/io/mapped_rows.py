@@ -13,6 +13,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
@@ -25,7 +26,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from otad.checks import require
 from otad.errors import OtadError
+from otad.threads import torch_threads
 
+MOST_READERS = 8  # more are not faster
 _HUGE_PAGE = 2**21  # bytes
 
 
@@ -60,7 +63,8 @@ class FileRows:
                 place = self.offset + row * self.row_bytes
                 os.posix_fadvise(self._file, place, self.row_bytes, os.POSIX_FADV_WILLNEED)
         copied, _ = self._empty(len(rows), pinned)
-        torch.index_select(self._rows, 0, rows, out=copied)
+        with torch_threads(_readers()) if pinned else nullcontext():
+            torch.index_select(self._rows, 0, rows, out=copied)
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
         return copied
@@ -89,6 +93,12 @@ class FileRows:
             expected = f"{len(memory)} bytes from byte {place} on"
             require(read > 0, str(self.path), expected, f"{done}: the file was truncated")
             done += read
+
+
+def _readers() -> int:
+    """Return how many threads copy rows while a GPU waits. A thread without a core would hold up
+    all others, so they are at most half of the cores, or as many as torch may use."""
+    return max(torch.get_num_threads(), min(MOST_READERS, (os.cpu_count() or 1) // 2))
 
 
 def _check_rows(rows: Tensor, count: int, of: str) -> None:

@@ -34,7 +34,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from otad.cip.execution import one_thread, row_blocks, run_parts
+from otad.cip.execution import row_blocks, run_parts
+from otad.threads import torch_threads
 
 REFINEMENTS = 3  # after the first
 GUESSES = 8  # rounds of exchange before a row is left to pivoting
@@ -68,7 +69,7 @@ def maximize_on_simplex(
     first = active if guess is None else guess
     parts = row_blocks(linear[0])
     if len(parts) == 1:
-        with one_thread():
+        with torch_threads(1):  # synchronizing threads would take most of the time
             return _maximize(gram, linear, active, first, tolerance, sensitive)
 
     def work(rows: slice) -> SimplexOptimum:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from otad.checks import check_choice, check_count, holds, require
-from otad.cip.execution import one_thread
 from otad.cip.local.feature import feature
 from otad.cip.local.potentials import POTENTIALS
 from otad.cip.local.products import Gram, Products, products_of
@@ -27,6 +26,7 @@ from otad.cip.problem import BankProblem
 from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution, Status
 from otad.io.environment import has_triton
+from otad.threads import torch_threads
 
 MODES = ("consistent", "paper")
 ON_FAILURE = ("raise", "abstain", "fallback")
@@ -160,7 +160,7 @@ class ExactCip:
     ) -> DualSolution:
         """Return the solution without a kernel; failures are marked by their status alone."""
         gram = products.gram()
-        with one_thread():
+        with torch_threads(1):  # synchronizing threads would take most of the time
             found = self._solve(gram, problem.smoothness, problem.strong_convexity, sensitive)
             self._retry_in_double(problem, gram, found, sensitive)
         return found
