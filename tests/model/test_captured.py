@@ -10,7 +10,14 @@ import otad
 from otad.checks import assuming, holds
 from otad.cip.surrogate import CipNet
 from otad.model import captured as module
-from otad.model.captured import CapturedModel, answer, captured, capturing, quick
+from otad.model.captured import (
+    CapturedModel,
+    CapturedSearch,
+    answer,
+    captured,
+    capturing,
+    quick,
+)
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -132,6 +139,23 @@ def test_rows_for_which_an_assumption_fails_are_answered_again(
     for seed in range(1, 7):
         both_agree(fast, model, points(20, seed=seed))
     assert len(stand_in) == 2
+
+
+def test_neighbors_in_a_bank_elsewhere_are_found_by_a_graph(
+    stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = model_of(points(60)), points(20, seed=1)
+    fast = CapturedSearch(model, x)
+    reads = []
+    monkeypatch.setattr(model, "forward", lambda x: reads.append(len(x)) or model_of(points(60))(x))
+    for seed, size in ((2, 20), (3, 20), (4, 7)):
+        batch = points(size, seed=seed)
+        torch.testing.assert_close(fast(batch), model_of(points(60))(batch))
+    assert reads == [7]  # a batch of another size is answered in the usual way
+    illegal = x.clone()
+    illegal[3] = 1.5
+    with pytest.raises(otad.InputError, match=r"1\.5"):
+        fast(illegal)
 
 
 def test_a_gradient_may_come_after_other_batches(stand_in: list[int]) -> None:

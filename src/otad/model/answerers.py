@@ -175,7 +175,10 @@ class NeighborAnswerer(Answerer):
     def answer(
         self, bank: BankModule, embedded: Tensor, keys: Tensor, exclude: Tensor | None
     ) -> Answer:
-        neighbors = bank.neighbors(keys, exclude=exclude)
+        return self.answer_from(bank, embedded, bank.neighbors(keys, exclude=exclude))
+
+    def answer_from(self, bank: BankModule, embedded: Tensor, neighbors: Neighbors) -> Answer:
+        """Answer queries whose neighbors are known, given as embedded inputs (B,d)."""
         return Answer(neighbors, self.solver(self.problem(bank, embedded, neighbors.indices)))
 
     def residual(self, bank: BankModule, embedded: Tensor, answer: Answer) -> Tensor:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from otad.checks import assuming
 from otad.cip import ExactCip
 from otad.cip.surrogate import CipNet
+from otad.model.answerers import NeighborAnswerer
 from otad.model.otad import OTAD
 from otad.nets.features import parts_of_user
 from otad.search.neighbors import TorchSearch
@@ -162,14 +163,53 @@ def padded(count: int) -> int:
     return FEWEST_ROWS if count <= FEWEST_ROWS else -(-count // STRIDE) * STRIDE
 
 
-def captured(model: nn.Module, x: Tensor) -> CapturedModel | None:
-    """Return the model for batches of up to the size of x (B,*input_shape), or None if no graph can
-    hold it."""
-    if not (x.is_cuda and can_capture(model)):
+class CapturedSearch:
+    """Answers batches like x (B,*input_shape) as a model does whose bank is not on the GPU.
+
+    A graph finds the neighbors; they are read from the bank and solved in the usual way. There is
+    no gradient."""
+
+    def __init__(self, model: OTAD, x: Tensor) -> None:
+        self.model, self.x = model, x.clone()
+        self.answerer = cast("NeighborAnswerer", model.answerer)
+        (self._search,) = recorded([self._find], None)
+
+    @torch.no_grad()
+    def _find(self) -> None:
+        model = self.model
+        with assuming() as conditions:
+            self.embedded, keys = model._queries(self.x)
+            self.neighbors = model.neighbors(keys)
+        self.is_right = _all_hold(model, self.x, conditions).all()
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> Tensor:
+        model = self.model
+        if (x.shape, x.dtype, x.device) == (self.x.shape, self.x.dtype, self.x.device):
+            self.x.copy_(x)
+            self._search()
+            if bool(self.is_right):
+                found = self.answerer.answer_from(model, self.embedded, self.neighbors)
+                return model._outputs(found.solution.image, self.neighbors.distances[:, 0])
+        outputs: Tensor = model(x)
+        return outputs
+
+
+def captured(model: nn.Module, x: Tensor) -> CapturedModel | CapturedSearch | None:
+    """Return what answers batches of up to the size of x (B,*input_shape) like the model, or None
+    if no graph can hold anything of it."""
+    if not x.is_cuda:
         return None
-    found = CapturedModel(model, len(x))
-    with torch.no_grad():
-        return None if found.graph(x) is None else found
+    if can_capture(model):
+        found = CapturedModel(model, len(x))
+        with torch.no_grad():
+            return None if found.graph(x) is None else found
+    if not (isinstance(model, OTAD) and _is_captured(model) and len(x) <= MOST_ROWS):
+        return None
+    try:
+        return CapturedSearch(model, x)
+    except RuntimeError:  # as above
+        return None
 
 
 _answering: ContextVar[tuple[CapturedModel, ...]] = ContextVar("answering", default=())
@@ -198,26 +238,31 @@ def can_capture(model: nn.Module) -> bool:
     """Return whether a CUDA graph can hold a model.
 
     A graph holds a network of this package, and a model of local scope with such networks and an
-    exact solver or a CIP-net, if its bank is on the GPU. What a user's own module does is not
-    known."""
+    exact solver or a CIP-net, if its bank is on the GPU."""
+    if not isinstance(model, OTAD):
+        return _is_captured(model)
+    points, dtype = model.bank_inputs, model.backbone.mean.dtype
+    # In float64 no kernel reads the neighbors.
+    return points.is_cuda and torch.float64 not in (points.dtype, dtype) and _is_captured(model)
+
+
+def _is_captured(model: nn.Module) -> bool:
+    """Return whether a graph can hold a network, or all of a model but the reading of its bank.
+
+    What a user's own module does is not known."""
     nets: list[nn.Module] = [model]
     if isinstance(model, OTAD):
         nets = [net for net in (model.backbone, model.metric) if net is not None]
     if not all(getattr(net, "is_capturable", False) for net in nets):
         return False
     on_gpu = all(one.is_cuda for one in (*model.parameters(), *model.buffers()))
-    return on_gpu and next(parts_of_user(model), None) is None and _stays_on_gpu(model)
-
-
-def _stays_on_gpu(model: nn.Module) -> bool:
-    """Return whether a model reads nothing from its GPU, except what `holds` asks for."""
+    if not on_gpu or next(parts_of_user(model), None) is not None:
+        return False
     if not isinstance(model, OTAD):
         return True
-    solver, search, points = model.solver, model._search(), model.bank_inputs
+    solver, search = model.solver, model._search()
     if not isinstance(solver, (ExactCip, CipNet)) or solver.max_smoothness is not None:
         return False
-    if not points.is_cuda or torch.float64 in (points.dtype, model.backbone.mean.dtype):
-        return False  # then no kernel reads the neighbors
     return isinstance(search, TorchSearch) and search.points.is_cuda
 
 
@@ -225,14 +270,19 @@ def answer(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the outputs for x, and for which rows x is legal and all that was assumed is true.
 
     Nothing is read from the GPU."""
-    is_right = torch.ones(len(x), dtype=torch.bool, device=x.device)
     if not isinstance(model, OTAD):
-        return model(x), is_right
-    bounds, (low, high) = model.backbone.bounds, torch.aminmax(x.detach().flatten(1), dim=1)
-    least, most = bounds or (-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
+        return model(x), torch.ones(len(x), dtype=torch.bool, device=x.device)
     with assuming() as conditions:
         found = model.solve(*model._queries(x))
         outputs = model._outputs(found.solution.image, found.neighbors.distances[:, 0])
-    for condition in (low >= least, high <= most, *conditions):
-        is_right = is_right & condition
-    return outputs, is_right
+    return outputs, _all_hold(model, x, conditions)
+
+
+def _all_hold(model: OTAD, x: Tensor, conditions: Sequence[Tensor]) -> Tensor:
+    """Return for which rows x is legal and the conditions are true (B,)."""
+    bounds, (low, high) = model.backbone.bounds, torch.aminmax(x.detach().flatten(1), dim=1)
+    least, most = bounds or (-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
+    found = (low >= least) & (high <= most)
+    for condition in conditions:
+        found = found & condition
+    return found
