@@ -68,6 +68,20 @@ def test_what_fits_is_taken() -> None:
         function(*range(99))
 
 
+def test_known_types_do_not_hide_other_values() -> None:
+    @checked
+    def counted(count: int, share: float = 0.5, x: Tensor = X) -> int:
+        return count
+
+    assert counted(2, 0.1, X) == counted(2, x=X, share=0.1) == 2
+    with pytest.raises(InputError, match=r"^count: expected an integer of at most 64 bits"):
+        counted(2**64, 0.1, X)
+    with pytest.raises(InputError, match=r"^x: expected .*on meta"):
+        counted(2, x=X.to("meta"), share=0.1)
+    with pytest.raises(InputError, match=r"^x: expected .*complex64"):
+        counted(2, 0.1, X * 1j)
+
+
 def test_other_processes_find_checked_functions() -> None:
     for one in (otad.load, otad.evaluate, otad.data.load, otad.nets.build, made := otad.nets.adapt):
         assert pickle.loads(pickle.dumps(one)) is one

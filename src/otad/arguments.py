@@ -73,32 +73,41 @@ def checked(function: AnyFunction) -> AnyFunction:
     signature = inspect.signature(function)
     several = [name for name, one in signature.parameters.items() if one.kind in _SEVERAL]
     names, hints, must_bind = tuple(signature.parameters), dict[str, Any](), bool(several)
-    uniform: set[tuple[str, type]] = set()  # parameters, and types of which every value fits
+    # By the types and names of arguments that fitted: those of which another value might not fit.
+    doubtful: dict[tuple[object, ...], list[tuple[int, str]]] = {}
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         nonlocal must_bind
-        if not hints:
-            hints.update(dict.fromkeys(names, Any) | hints_of(function))
-            must_bind |= any(hint in _PATHS for hint in hints.values())
-        given = dict(zip(names, args, strict=False)) | options
-        known = len(given) == len(args) + len(options) and given.keys() <= hints.keys()
-        if must_bind or not known:  # binding takes longer than the rest
-            try:
-                bound = signature.bind(*args, **options)
-            except TypeError:
-                return function(*args, **options)  # Python says what is missing or unknown
-            given = bound.arguments
-            for name, value in given.items():
-                if isinstance(value, str) and hints[name] in _PATHS:
-                    given[name] = Path(value)
-                    args, options = bound.args, bound.kwargs
-            given = {name: value for name, value in given.items() if name not in several}
-        for name, value in given.items():
-            if (name, type(value)) not in uniform:
+        kinds: tuple[object, ...] = tuple(map(type, args))
+        if options:
+            kinds += *options, *map(type, options.values())
+        if kinds in doubtful:
+            for place, name in doubtful[kinds]:
+                value = args[place] if place < len(args) else options[name]
                 _check(name, value, hints[name])
-                if _is_uniform(type(value)):  # type: ignore[arg-type]
-                    uniform.add((name, type(value)))
+        else:
+            if not hints:
+                hints.update(dict.fromkeys(names, Any) | hints_of(function))
+                must_bind |= any(hint in _PATHS for hint in hints.values())
+            given = dict(zip(names, args, strict=False)) | options
+            known = len(given) == len(args) + len(options) and given.keys() <= hints.keys()
+            if must_bind or not known:  # binding takes longer than the rest
+                try:
+                    bound = signature.bind(*args, **options)
+                except TypeError:
+                    return function(*args, **options)  # Python says what is missing or unknown
+                given = bound.arguments
+                for name, value in given.items():
+                    if isinstance(value, str) and hints[name] in _PATHS:
+                        given[name] = Path(value)
+                        args, options = bound.args, bound.kwargs
+                given = {name: value for name, value in given.items() if name not in several}
+            check_options(hints, given)
+            if not must_bind:
+                sure = map(_is_uniform, map(type, given.values()))
+                places = zip(range(len(given)), given, sure, strict=True)
+                doubtful[kinds] = [(place, name) for place, name, fits in places if not fits]
         try:
             return function(*args, **options)
         except (MemoryError, RuntimeError) as error:
