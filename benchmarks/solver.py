@@ -235,12 +235,12 @@ def _multiplier_seconds(bank: BankProblem, repeats: int, device: torch.device) -
 
     On a GPU the solver has a kernel for it, so this shows whether that kernel pays."""
     solver, curvature = ExactCip(), (bank.smoothness, bank.strong_convexity)
-    products, how = solver.products(bank), (solver.relaxation, solver.potential, solver.mode)
+    products, how = solver._products(bank), (solver.relaxation, solver.potential, solver.mode)
 
     def in_torch() -> DualSolution:
         return solve_torch(products.gram(), *curvature, *how, sensitive=False)
 
-    ways = {"multipliers": partial(solver.solve, bank, products), "multipliers_in_torch": in_torch}
+    ways = {"multipliers": partial(solver._dual, bank, products), "multipliers_in_torch": in_torch}
     times = {name: _repeated(way, repeats, device) for name, way in ways.items()}
     return {f"{name}_seconds": statistics.median(found) for name, found in times.items()}
 

@@ -92,10 +92,13 @@ def check_tensor(
     others."""
     if not isinstance(value, Tensor):
         raise InputError(f"{name}: expected a torch.Tensor ({axes}), got {type(value).__name__}")
-    names, sizes = axes.split(","), value.shape
-    require(not value.is_meta, name, "numbers, on a device such as cpu", "a meta tensor")
-    require(value.layout == torch.strided, name, "a dense tensor", value.layout)
-    if len(sizes) != len(names) or 0 in sizes:
+    sizes = value.shape
+    if value.is_meta:
+        raise InputError(f"{name}: expected numbers, on a device such as cpu, got a meta tensor")
+    if value.layout != torch.strided:
+        raise InputError(f"{name}: expected a dense tensor, got {value.layout}")
+    if len(sizes) != axes.count(",") + 1 or 0 in sizes:
+        names = axes.split(",")
         empty = f"at least one entry along {dict(zip(sizes, names, strict=False)).get(0)}"
         expected = empty if len(sizes) == len(names) else f"{len(names)} axes ({axes})"
         raise InputError(f"{name}: expected {expected}, got shape {tuple(sizes)}")

@@ -37,7 +37,7 @@ def both_ways(
     """By compiled code and by torch, each until the next one is asked for."""
     for compiles in (True, False):
         with monkeypatch.context() as patch:
-            for module in ("solver", "products", "feature"):
+            for module in ("products", "feature"):
                 name = f"otad.cip.local.{module}.can_compile"
                 patch.setattr(name, lambda tensor, yes=compiles: yes)
             yield ExactCip(**options)(problem)
@@ -45,9 +45,13 @@ def both_ways(
 
 def left_over(problem: CipProblem | BankProblem, **options) -> list[int]:
     solver = ExactCip(**options)
-    how = solver.relaxation, solver.potential, solver.mode, _worst_noise(problem)
-    given = solver.products(problem), problem.smoothness, problem.strong_convexity
-    return solve_compiled(*given, *how, sensitive=False)[1].tolist()
+    products, curvature = solver._products(problem), (problem.smoothness, problem.strong_convexity)
+    how = solver.relaxation, solver.potential, solver.mode
+    errors = products.noise, _worst_noise(problem)
+    found, count = solve_compiled(products.arrays, *curvature, *how, errors, sensitive=False)
+    rows: list[int] = (found.status < 0).nonzero()[:, 0].tolist()
+    assert len(rows) == count
+    return rows
 
 
 def types_of(solution: CipSolution) -> list[tuple[torch.dtype, torch.Size]]:

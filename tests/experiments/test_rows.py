@@ -278,9 +278,9 @@ def test_names(tmp_path: Path) -> None:
 WATCHED: dict[str, list[tuple[type, str]]] = {
     "search": [(FirstFeatures, "forward"), (OTAD, "neighbors")],
     "rows": [(BankProblem, "fetched")],
-    "products": [(ExactCip, "products")],
-    "potentials and QP": [(ExactCip, "solve")],
-    "image": [(ExactCip, "solution")],
+    "products": [(ExactCip, "_products")],
+    "potentials and QP": [(ExactCip, "_dual")],
+    "image": [(ExactCip, "_solution")],
 }
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from otad.cip.protocols import RowProblem
+from otad.io.environment import has_numba
 from otad.precision import FULL_PRODUCTS
 from otad.threads import Part, ProcessWide, Result, run_on_threads
 
@@ -23,14 +27,19 @@ def blocks(count: int, size: int) -> list[slice]:
 
 
 def row_blocks(rows: Tensor) -> list[slice]:
-    """Return a block of the rows (B,...) for each thread that is worth it.
+    """Return a block of the rows (B,...) for each thread that is worth it."""
+    count = rows.shape[0]
+    return shares(count, _FEWEST_ROWS) if rows.is_cpu else [slice(0, count)]
+
+
+def shares(count: int, fewest: int) -> list[slice]:
+    """Return a block of rows for each thread, or for as many as have about the `fewest` rows.
 
     They are about equally long: NumPy adds the numbers of a single row in another order."""
-    count = size = rows.shape[0]
-    if rows.is_cpu and count > _FEWEST_ROWS:
-        size = max(_FEWEST_ROWS, -(-count // torch.get_num_threads()))
-        size = -(-count // -(-count // size))
-    return blocks(count, size)
+    if count <= fewest:
+        return [slice(0, count)]
+    number = min(torch.get_num_threads(), -(-count // fewest))
+    return blocks(count, -(-count // number))
 
 
 def problem_blocks(problem: RowProblem, chunk: int | None) -> list[slice]:
@@ -63,6 +72,16 @@ def matmul(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     with np.errstate(all="ignore"):
         to = None if out is None else out.numpy()
         return torch.from_numpy(np.matmul(left.numpy(), right.numpy(), out=to))
+
+
+def can_compile(tensor: Tensor) -> bool:
+    return tensor.is_cpu and has_numba()
+
+
+@cache
+def compiled_code(name: str) -> ModuleType:
+    """Return a module of `otad.cip.kernels` that needs Numba, whose import takes long."""
+    return import_module(f"otad.cip.kernels.{name}")
 
 
 @contextmanager

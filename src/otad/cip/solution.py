@@ -105,10 +105,10 @@ class CipSolution:
         return cls(image, value, weights, unknown, high, low, residual, status, active, mode)
 
     @classmethod
-    def _of(cls, *parts: Any) -> Self:
-        """Return a solution of its parts in order; checks would cost as much as solving a row."""
+    def _of(cls, **parts: Any) -> Self:
+        """Return a solution of its parts; checks would cost as much as solving a row."""
         made = object.__new__(cls)
-        made.__dict__.update(zip(cls.__dataclass_fields__, parts, strict=True))
+        made.__dict__.update(parts)
         return made
 
     @property

@@ -212,9 +212,9 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
     near = clock("rows", problem.fetched)
     if near is problem:
         del clock.seconds["rows"]  # the steps that need them read them in place
-    products = clock("products", lambda: exact.products(near))
-    found = clock("potentials and QP", lambda: exact.solve(near, products))
-    clock("image", lambda: head(exact.solution(near, found).image))
+    products = clock("products", lambda: exact._products(near))
+    found = clock("potentials and QP", lambda: exact._dual(near, products))
+    clock("image", lambda: head(exact._solution(near, found).image))
     return clock.seconds
 
 

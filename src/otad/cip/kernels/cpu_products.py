@@ -29,24 +29,33 @@ def compiled(**options):
 
 
 @compiled(fastmath=_SUMS)
-def multiply_rows(query, inputs, features, indices, values, squares):
+def sum_of_squares(numbers):
+    total = numbers.dtype.type(0)
+    for t in range(len(numbers)):
+        total += numbers[t] * numbers[t]
+    return total
+
+
+@compiled(fastmath=_SUMS)
+def multiply_rows(query, inputs, features, indices, values, squares, begin):
     """Compute `values` and `squares` of `otad.cip.local.products.Products`, without segments.
 
-    The neighbors are the rows `indices` (B,K) of a bank. Sums over some features at a time are in
-    the dtype of the query, and their sum is in float64."""
+    The neighbors of the b rows from `begin` on are the rows `indices` (b,K) of a bank. Sums over
+    some features at a time are in the dtype of the query, and their sum is in float64."""
     (batch, count), dim = indices.shape, query.shape[1]
     first = values.shape[1] - count
     stack = np.empty((2 * count, min(_WIDTH, dim)), query.dtype)
     cross, images, offsets = np.empty((3, count, count))
     square = np.empty(count)
-    for b in range(batch):
+    for b in range(begin, begin + batch):
+        rows = indices[b - begin]
         for i in range(count):
             square[i] = 0.0
             for j in range(count):
                 cross[i, j] = images[i, j] = offsets[i, j] = 0.0
         for start in range(0, dim, _WIDTH):
             size = min(_WIDTH, dim - start)
-            fill_stack(query[b], inputs, features, indices[b], start, size, stack)
+            fill_stack(query[b], inputs, features, rows, start, size, stack)
             for part in range(3 if first > 0 else 2):
                 left, right = 0 if part == 2 else count, count if part == 1 else 0
                 total = cross if part == 0 else images if part == 1 else offsets
@@ -117,29 +126,31 @@ def add_products(stack, left, right, size, total):
 
 
 @compiled(fastmath=_SUMS)
-def combine_rows(points, indices, weights, total):
-    """Compute sum_k weights[b,k] points[indices[b,k]] (B,d)."""
-    for b in range(len(indices)):
-        row = total[b]
+def combine_rows(points, indices, weights, total, begin):
+    """Compute sum_k weights[b,k] points[indices[b-begin,k]] (B,d) for the b from `begin` on."""
+    for b in range(begin, begin + len(indices)):
+        row, rows = total[b], indices[b - begin]
         for t in range(len(row)):
             row[t] = 0
-        for k in range(indices.shape[1]):
-            weight, point = weights[b, k], points[indices[b, k]]
+        for k in range(len(rows)):
+            weight, point = weights[b, k], points[rows[k]]
             if weight != 0:
                 for t in range(len(row)):
                     row[t] += weight * point[t]
 
 
 @compiled(fastmath=_SUMS)
-def dot_rows(points, indices, vectors, dots):
-    """Compute <points[indices[b,k]], vectors[b]> (B,K), summed as in `multiply_rows`."""
+def dot_rows(points, indices, vectors, dots, begin):
+    """Compute <points[indices[b-begin,k]], vectors[b]> (B,K) for the b from `begin` on, summed as
+    in `multiply_rows`."""
     dim = vectors.shape[1]
-    for b in range(len(indices)):
-        for k in range(indices.shape[1]):
+    for b in range(begin, begin + len(indices)):
+        rows = indices[b - begin]
+        for k in range(len(rows)):
             dots[b, k] = 0.0
             for start in range(0, dim, _WIDTH):
                 size = min(_WIDTH, dim - start)
-                point = points[indices[b, k], start : start + size]
+                point = points[rows[k], start : start + size]
                 vector = vectors[b, start : start + size]
                 total = vectors.dtype.type(0)
                 for t in range(size):

@@ -32,25 +32,25 @@ Work = namedtuple("Work", f"{_SQUARE} {_FLAT} edge gains step before support")
 @compiled()
 def solve_rows(
     values, squares, smoothness, convexity, limits, rule, consistent, raises,
-    multipliers, potentials, value, found, residual, status, sensitivity,
+    multipliers, potentials, value, found, residual, status, sensitivity, start, stop,
 ):  # fmt: skip
-    """Solve all rows (B,) from the `values` and `squares` of their products.
+    """Solve the rows `start` to `stop` of all B, and return how many of them are left over.
 
-    `smoothness` and `convexity` (B,) are L and l as requested. `limits` are the noise of the
-    products, its worst case, and the largest L. The `rule` is 1, 0 or -1 for the lowest, canonical
-    or highest potentials. Rows without a potential are left over unless `raises`. The results are
-    `multipliers` and `potentials` (B,K), the `value`, the L that was `found`, `residual` and
-    `status` (B,) and, unless it is empty, `sensitivity` (B,K,K), which is 0 before."""
-    batch, count = squares.shape
-    work = memory_for(count)
-    for b in range(batch):
+    `smoothness` and `convexity` (B,) are L and l as requested. `limits` are the noise of products,
+    its worst case, and the largest L. The `rule` is 1, 0 or -1 for the lowest, canonical or highest
+    potentials. Rows without a potential are left over unless `raises`. The results are the
+    `multipliers` and `potentials` (B,K), `value`, the L that was `found`, `residual` and `status`
+    (B,) and, unless it is empty, `sensitivity` (B,K,K), which is 0 before."""
+    work = memory_for(squares.shape[1])
+    for b in range(start, stop):
         center = read_products(values[b], squares[b], work)
         given = center, smoothness[b], convexity[b], limits, rule, consistent, raises
         status[b], found[b], value[b], residual[b], size = solve_row(given, work)
-        for k in range(count):
+        for k in range(squares.shape[1]):
             multipliers[b, k], potentials[b, k] = work.weights[k], work.potentials[k]
         if status[b] != LEFT_OVER and len(sensitivity):
             invert(work, size, sensitivity[b])
+    return (status[start:stop] == LEFT_OVER).sum()
 
 
 @compiled()

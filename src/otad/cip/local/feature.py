@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.cip.execution import full_precision, problem_blocks, run_parts
-from otad.cip.local.read_compiled import can_compile, compiled_combination, compiled_dots
+from otad.cip.execution import can_compile, full_precision, problem_blocks, run_parts
+from otad.cip.local.read_compiled import compiled_combination, compiled_dots
 from otad.cip.local.stream_triton import can_stream, streamed_combination, streamed_dots
 from otad.cip.protocols import RowProblem
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otad.cip.execution import full_precision, problem_blocks, run_parts
-from otad.cip.local.read_compiled import can_compile, compiled_products
+from otad.cip.execution import can_compile, full_precision, problem_blocks, run_parts
+from otad.cip.local.read_compiled import Array, compiled_products
 from otad.cip.local.stream_triton import can_stream, streamed_products
 from otad.cip.protocols import RowProblem
 
@@ -80,11 +80,12 @@ class Products:
 
     `values` (S,B,2K or K,2K) belong to the stack a_1..a_K, z_1, c_2..c_K, and `squares` (S,B,K) are
     |a_i|^2. Both have to be summed over their S parts. The K rows of the a_i are computed only
-    `with_offsets`."""
+    `with_offsets`. If compiled code has found them, `arrays` are both of them without parts."""
 
     values: Tensor
     squares: Tensor
     with_offsets: bool
+    arrays: tuple[Array, Array] | None = None
 
     @property
     def count(self) -> int:
@@ -118,8 +119,9 @@ def products_of(problem: RowProblem, chunk: int | None, *, with_offsets: bool) -
     if can_stream(problem):
         return Products(*streamed_products(problem, with_offsets=with_offsets), with_offsets)
     if can_compile(problem.query):
-        found = compiled_products(problem, chunk, with_offsets=with_offsets)
-        return Products(*found, with_offsets)
+        arrays = compiled_products(problem, chunk, with_offsets=with_offsets)
+        values, squares = (torch.from_numpy(array[None]) for array in arrays)
+        return Products(values, squares, with_offsets, arrays)
     (batch, count, _), query = problem.shape, problem.query.detach()
     values = query.new_empty((1, batch, 2 * count if with_offsets else count, 2 * count))
     squares = query.new_empty((1, batch, count))

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otad.cip.execution import blocks, run_parts
-from otad.cip.local.products import Products
-from otad.cip.local.read_compiled import array_of
+from otad.cip.execution import compiled_code, run_parts, shares
+from otad.cip.local.read_compiled import Array, array_of
 from otad.cip.local.relax import Relaxation
 from otad.cip.local.solve_torch import DualSolution
 
@@ -17,50 +16,49 @@ _FEWEST_STEPS = 2**18  # of a thread: fewer are done before it has started
 
 
 def solve_compiled(
-    products: Products,
+    arrays: tuple[Array, Array],
     smoothness: Tensor,
     strong_convexity: Tensor,
     relaxation: Relaxation,
     rule: str,
     mode: str,
-    worst: float,
+    errors: tuple[float, float],
     *,
     sensitive: bool,
-) -> tuple[DualSolution, Tensor]:
-    """Return the solution of a batch, and the rows (n,) that are left over.
+) -> tuple[DualSolution, int]:
+    """Return the solution of a batch, and how many rows are left over. Their status is negative.
 
-    No neighbor is left out. `worst` is the largest relative error that products may have."""
-    from otad.cip.kernels.cpu_row import LEFT_OVER, solve_rows
-
-    values, squares = array_of(products.values)[0], array_of(products.squares)[0]
+    The `arrays` are those of `Products`. `errors` are the relative error of products and the
+    largest one that they may have. No neighbor is left out."""
+    values, squares = arrays
     (batch, count), dtype = squares.shape, squares.dtype
-    given = values, squares, array_of(smoothness), array_of(strong_convexity)
-    limits = products.noise, max(worst, products.noise), float(relaxation.max_smoothness)
+    low = array_of(strong_convexity)
+    limits = errors[0], max(errors), float(relaxation.max_smoothness)
     how = limits, _RULES[rule], mode == "consistent", relaxation.climb is None
     weights, levels = np.empty((batch, count), dtype), np.empty((batch, count), dtype)
     value, high, residual = np.empty(batch, dtype), np.empty(batch), np.empty(batch)
     status, slopes = np.empty(batch, np.int64), np.zeros((batch if sensitive else 0, count, count))
+    given = values, squares, array_of(smoothness), low, *how
     found = weights, levels, value, high, residual, status, slopes
 
-    def work(rows: slice) -> None:
-        solve_rows(*(part[rows] for part in given), *how, *(part[rows] for part in found))
+    def work(rows: slice) -> int:
+        left: int = compiled_code("cpu_row").solve_rows(*given, *found, rows.start, rows.stop)
+        return left
 
-    share = max(-(-batch // torch.get_num_threads()), -(-_FEWEST_STEPS // count**3))
-    if batch <= share:
-        work(slice(0, batch))
-    else:
-        run_parts(blocks(batch, share), work, products.values.device)
-    active, of = np.ones((batch, count), bool), torch.from_numpy
+    parts = shares(batch, -(-_FEWEST_STEPS // count**3))
+    left = sum(run_parts(parts, work, strong_convexity.device)) if parts[1:] else work(parts[0])
+    active, of = np.empty((batch, count), bool), torch.from_numpy
+    active.fill(True)
     solution = DualSolution(
         multipliers=of(weights),
         sensitivity=of(slopes) if sensitive else None,
         value=of(value),
         potentials=of(levels),
         smoothness=of(high),
-        strong_convexity=of(given[3].copy()),
-        map_convexity=of(given[3].copy()),
+        strong_convexity=of(low.copy()),
+        map_convexity=of(low.copy()) if left else strong_convexity,  # else nothing overwrites it
         active=of(active),
         residual=of(residual),
         status=of(status),
     )
-    return solution, of((status == LEFT_OVER).nonzero()[0])
+    return solution, left

@@ -18,7 +18,7 @@ from otad.cip.solution import Status
 from otad.errors import SolverError
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # frozen would take longer to make
 class DualSolution:
     """The solution of a batch before its features are assembled, so that everything has size K.
 

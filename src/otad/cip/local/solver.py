@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from otad.checks import check_choice, check_count, holds, require
 from otad.cip.local.feature import feature
 from otad.cip.local.potentials import POTENTIALS
 from otad.cip.local.products import Gram, Products, products_of
-from otad.cip.local.read_compiled import can_compile
 from otad.cip.local.relax import Relaxation
 from otad.cip.local.solve_compiled import solve_compiled
 from otad.cip.local.solve_torch import DualSolution, solve_torch
@@ -30,6 +29,7 @@ from otad.threads import torch_threads
 
 MODES = ("consistent", "paper")
 ON_FAILURE = ("raise", "abstain", "fallback")
+_EPS = torch.finfo(torch.float32).eps
 # The stages of `row_kernel` by the padded K, with the warps of a program and the registers of a
 # thread. With fewer registers a thread has to store some, but more rows are solved side by side.
 STAGES = {
@@ -111,9 +111,9 @@ class ExactCip:
             require(most <= self.max_smoothness, "max_smoothness", least, self.max_smoothness)
         if isinstance(problem, BankProblem):
             problem = problem.fetched()
-        return self.solution(problem, self.solve(problem, self.products(problem)))
+        return self._solution(problem, self._dual(problem, self._products(problem)))
 
-    @property
+    @cached_property
     def relaxation(self) -> Relaxation:
         """How curvature is relaxed where no potential exists."""
         return Relaxation(self.climb, self.max_smoothness or math.inf, self.spares)
@@ -122,20 +122,20 @@ class ExactCip:
     def _lowers_convexity(self) -> bool:
         return self.climb is not None and self.climb[1] > 0
 
-    def products(self, problem: RowProblem) -> Products:
+    def _products(self, problem: RowProblem) -> Products:
         """Return the inner products of the neighbors, the first step of a solution."""
         with_offsets = problem.has_strong_convexity or self._lowers_convexity
         return products_of(problem, self.chunk, with_offsets=with_offsets)
 
-    def solve(self, problem: RowProblem, products: Products) -> DualSolution:
+    def _dual(self, problem: RowProblem, products: Products) -> DualSolution:
         """Return potentials and multipliers, the second step of a solution.
 
         Compiled code finds them, and torch solves the rows that it leaves over."""
         high, low = problem.smoothness, problem.strong_convexity
-        given = products, high, low, self.relaxation, self.potential, self.mode
+        given, dtype = (high, low, self.relaxation, self.potential, self.mode), problem.query.dtype
         sensitive = _is_sensitive(problem)
         if can_solve(products):
-            found, outcome = solve_triton(*given, problem.query.dtype, sensitive=sensitive)
+            found, outcome = solve_triton(products, *given, dtype, sensitive=sensitive)
             if holds(outcome > 0):
                 return found
             left = (outcome == 0).nonzero()[:, 0]
@@ -144,10 +144,12 @@ class ExactCip:
                     problem.check_values()  # if they are wrong, the kernel leaves the row over
                 gram = products.rows(left).gram()
                 found.overwrite(left, self._solve(gram, high[left], low[left], sensitive))
-        elif can_compile(products.values) and not self.spares:
-            found, left = solve_compiled(*given, _worst_noise(problem), sensitive=sensitive)
-            if left.numel() == 0:
+        elif products.arrays and not self.spares:
+            errors = products.noise, _worst_noise(problem)
+            found, count = solve_compiled(products.arrays, *given, errors, sensitive=sensitive)
+            if count == 0:
                 return found
+            left = (found.status < 0).nonzero()[:, 0]
             rest, part = problem.select(left), products.rows(left)
             found.overwrite(left, self._solve_in_torch(rest, part, sensitive))
         else:
@@ -177,25 +179,36 @@ class ExactCip:
         rows = rows[self.relaxation.start(rough, *requested).feasible(rough)]
         if len(rows):
             again = problem.select(rows).in_double()
-            fine, high, low = self.products(again).gram(), again.smoothness, again.strong_convexity
+            fine, high, low = self._products(again).gram(), again.smoothness, again.strong_convexity
             found.overwrite(rows, self._solve(fine, high, low, sensitive))
 
     def _solve(self, gram: Gram, high: Tensor, low: Tensor, sensitive: bool) -> DualSolution:
         how = self.relaxation, self.potential, self.mode
         return solve_torch(gram, high, low, *how, sensitive=sensitive)
 
-    def solution(self, problem: RowProblem, found: DualSolution) -> CipSolution:
+    def _solution(self, problem: RowProblem, found: DualSolution) -> CipSolution:
         """Return features and all else in the problem's dtype, the last step of a solution.
 
         They are differentiable in the query if gradients are on."""
         parts, dtype = (found.multipliers, found.value, found.potentials), problem.query.dtype
-        weight, value, potentials = (part.to(dtype) for part in parts)
+        weight, value, potentials = (one if one.dtype == dtype else one.to(dtype) for one in parts)
         lowered = self._lowers_convexity and self.mode == "consistent"
         convexity = found.map_convexity if problem.has_strong_convexity or lowered else None
-        made = feature(problem, weight, value, found.sensitivity, convexity, self.chunk)
-        curvature = found.smoothness, found.strong_convexity
-        graded = found.residual, found.status, found.active
-        return CipSolution._of(*made, potentials, *curvature, *graded, self.mode)
+        image, value, multipliers = feature(
+            problem, weight, value, found.sensitivity, convexity, self.chunk
+        )
+        return CipSolution._of(
+            image=image,
+            value=value,
+            multipliers=multipliers,
+            potentials=potentials,
+            smoothness=found.smoothness,
+            strong_convexity=found.strong_convexity,
+            residual=found.residual,
+            status=found.status,
+            active=found.active,
+            mode=self.mode,
+        )
 
 
 def _is_sensitive(problem: RowProblem) -> bool:
@@ -211,7 +224,7 @@ def _worst_noise(problem: RowProblem) -> float:
     """Return the largest relative error of a sum of d products, to which nearly equal terms come
     close. It is 0 in float64, because nothing more exact could decide."""
     single = problem.query.dtype == torch.float32
-    return (problem.shape[2] + 2) * torch.finfo(torch.float32).eps / 2 if single else 0.0
+    return (problem.query.shape[1] + 2) * _EPS / 2 if single else 0.0
 
 
 def can_solve(products: Products) -> bool:
