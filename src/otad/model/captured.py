@@ -71,7 +71,8 @@ def recorded(steps: Sequence[Step], pool: Any) -> list[Step]:
     torch.cuda.current_stream().wait_stream(beside)
     for step in steps:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        how = {"pool": pool, "stream": beside, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graph, **how):
             step()
         graphs.append(graph)
     return [graph.replay for graph in graphs]
