@@ -220,7 +220,7 @@ def _captured_seconds(
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph), assuming() as conditions:
         answer()
-        proved = torch.stack(conditions).all()
+        proved = torch.stack([one.all() for one in conditions]).all()
 
     def replay() -> None:
         graph.replay()
