@@ -87,6 +87,12 @@ def pairs_kernel(
                     tl.store(squares + part * count + i, total)
 
 
+@triton.jit
+def upper_bits(tile):
+    """Return float32 numbers without the 13 bits that TF32 has not."""
+    return (tile.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["batches", "size"])
 def gram_kernel(
     query, inputs, features, indices, products, squares, batches, size, dim, length,
@@ -108,6 +114,7 @@ def gram_kernel(
     nearest = tl.sum(tl.where(k == 0, rows, 0), axis=0)
     cross = tl.zeros((padded, padded), dtype=tl.float32)
     image = tl.zeros((padded, padded), dtype=tl.float32)
+    half = tl.zeros((padded, padded), dtype=tl.float32)
     offset = tl.zeros((padded, padded), dtype=tl.float32)
     square = tl.zeros((padded, width), dtype=tl.float32)
     for start in tl.range(0, length, width, num_stages=stages):
@@ -120,10 +127,17 @@ def gram_kernel(
         z = tl.load(features + place, mask=inside[None, :], other=0.0).to(tl.float32)
         c = tl.where(k[:, None] == 0, z, z - center[None, :])
         # Three TF32 products make one of nearly float32 precision.
-        cross = tl.dot(c, tl.trans(a), cross, input_precision="tf32x3")
-        image = tl.dot(c, tl.trans(c), image, input_precision="tf32x3")
+        a_high, c_high = upper_bits(a), upper_bits(c)
+        a_low, c_low = a - a_high, c - c_high
+        cross = tl.dot(c_low, tl.trans(a_high), cross, input_precision="tf32")
+        cross = tl.dot(c_high, tl.trans(a_low), cross, input_precision="tf32")
+        cross = tl.dot(c_high, tl.trans(a_high), cross, input_precision="tf32")
+        half = tl.dot(c_high, tl.trans(c_low), half, input_precision="tf32")
+        image = tl.dot(c_high, tl.trans(c_high), image, input_precision="tf32")
         if shifts:
-            offset = tl.dot(a, tl.trans(a), offset, input_precision="tf32x3")
+            offset = tl.dot(a_low, tl.trans(a_high), offset, input_precision="tf32")
+            offset = tl.dot(a_high, tl.trans(a_low), offset, input_precision="tf32")
+            offset = tl.dot(a_high, tl.trans(a_high), offset, input_precision="tf32")
         square += a * a
 
     lines: constexpr = 2 * count if shifts else count
@@ -133,7 +147,7 @@ def gram_kernel(
     place = k[:, None] * 2 * count + k[None, :]
     mask = real[:, None] & real[None, :]
     tl.store(lower + place, cross, mask=mask)
-    tl.store(lower + count + place, image, mask=mask)
+    tl.store(lower + count + place, image + half + tl.trans(half), mask=mask)
     if shifts:
         tl.store(upper + place, offset, mask=mask)
         tl.store(upper + count + place, tl.trans(cross), mask=mask)

@@ -326,12 +326,13 @@ def pivoted(tableau, curvature, target, basis, barrier, pivot, outward, done, pa
     column = row_of(tableau, pivot, padded)
     aim = entry_of(target, pivot, padded)
     change = 1 / tl.where(done, 1.0, entry_of(column, pivot, padded))
-    factor = tl.where(outward, -change, change)
     scaled = column * change
-    target = tl.where(chosen, aim * factor, target - scaled * aim)
+    target = tl.where(chosen, tl.where(outward, -aim, aim) * change, target - scaled * aim)
     curvature = tl.where(chosen, -change, curvature - scaled * column)
-    tableau = tableau - scaled[:, None] * column[None, :]
-    tableau = with_cross(tableau, pivot, tl.where(chosen, -change, column * factor), padded)
+    # With this factor in place of the pivot, one product also gives its new row and column.
+    factors = tl.where(chosen, tl.where(outward, 1.0, -1.0), column)
+    tableau = tl.where(chosen[:, None] | chosen[None, :], 0.0, tableau)
+    tableau = tableau - (factors * change)[:, None] * factors[None, :]
     basis = tl.where(chosen, tl.where(outward, 0.0, 1.0), basis)
     barrier = tl.where(chosen, tl.where(outward, 0.0, -float("inf")), barrier)
     return tableau, curvature, target, basis, barrier
