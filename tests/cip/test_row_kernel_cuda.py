@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from otad.cip import BankProblem, CipProblem, CipSolution, ExactCip, Status
+from otad.cip.local.products import products_of
 from otad.cip.local.stream_triton import can_stream
 from otad.errors import InputError
 from otad.search import neighbors
@@ -177,3 +178,16 @@ def test_streamed_answers_equal_gathered_ones(count, dim, low, high, dtype, gene
     size = gathered.image.norm(dim=1).max()
     assert float((streamed.image - gathered.image)[solved].norm(dim=1).max() / size) < 1e-4
     assert float(bank.residual(streamed)[solved].max()) < 1e-5
+
+
+@pytest.mark.parametrize("count", [14, 20, 50])
+def test_matrix_units_multiply_with_the_precision_of_float32(count, generator) -> None:
+    bank = torch.randn(400, 784, generator=generator)
+    query, indices = bank[:30] + 0.1, torch.randint(400, (30, count), generator=generator)
+    problem = BankProblem(*(part.cuda() for part in (query, bank, bank.tanh(), indices)), 2.0)
+    values = products_of(problem, None, with_offsets=False).values.sum(0).cpu().double()
+    anchors, images = bank[indices].double(), bank.tanh()[indices].double()
+    first = images[:, :1]
+    stack = torch.cat((anchors - query[:, None].double(), first, images[:, 1:] - first), 1)
+    expected = stack[:, count:] @ stack.mT
+    assert (values - expected).abs().max() < 1e-6 * expected.abs().max()
