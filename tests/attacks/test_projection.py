@@ -22,7 +22,7 @@ DEVICE = "cuda" if HAS_CUDA else "cpu"
 
 @pytest.mark.parametrize("far", [0.01, 1.0, 1000.0])
 @pytest.mark.parametrize("eps", [1e-3, 0.3, 3.0])
-@pytest.mark.parametrize("bounds", [None, (0.0, 1.0), (-0.3, 0.7)])
+@pytest.mark.parametrize("bounds", [None, (0.0, 1.0), (-0.3, 0.7), (1.0, 2.0), (-2.0, -1.0)])
 @pytest.mark.parametrize("norm", [otad.L2, otad.Linf])
 def test_points_are_the_nearest_of_the_ball(norm, bounds, eps, far) -> None:
     generator = torch.Generator().manual_seed(0)

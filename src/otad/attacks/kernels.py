@@ -1,4 +1,4 @@
-"""The Triton kernel of `otad.attacks.projection`."""
+"""The Triton kernels of `otad.attacks.projection` and `otad.attacks.adaptive.soft_votes`."""
 
 # Kernels are compiled from their source, not called: their arguments carry no Python types.
 # mypy: ignore-errors
@@ -47,21 +47,23 @@ def project_kernel(
             step = tl.where(step < 0, -size, size)
         else:
             step = step * share
-    result, off = reached(center, step, low, high, norm, bounded)
+    result, off = reached(center, step, real, low, high, norm, bounded)
     shrink = tl.load(numbers + 3).to(tl.float32)
     most = tl.load(numbers + 4)
     for _ in range(halvings):
         if off > most:
             step = step * (1 - shrink)
-            result, off = reached(center, step, low, high, norm, bounded)
+            result, off = reached(center, step, real, low, high, norm, bounded)
         shrink = shrink * 2
     result = tl.where(off > most, float("nan"), result)
     tl.store(nearest + row + column, result, mask=real)
 
 
 @triton.jit
-def reached(x, step, low, high, norm: constexpr, bounded: constexpr):
-    """Return x + step within the bounds, rounded towards x, and its distance from x (squared)."""
+def reached(x, step, real, low, high, norm: constexpr, bounded: constexpr):
+    """Return x + step within the bounds, rounded towards x, and its distance from x (squared).
+
+    Only the `real` columns count, because the others may be outside the bounds."""
     moved = x + step
     too_far = (tl.abs(moved - x) > tl.abs(step)) & (moved != 0)
     # The neighbor of a floating-point number towards 0 has the next lower bits.
@@ -70,7 +72,7 @@ def reached(x, step, low, high, norm: constexpr, bounded: constexpr):
     moved = tl.where(too_far, inward.to(tl.float32, bitcast=True), moved)
     if bounded:
         moved = tl.minimum(tl.maximum(moved, low), high)
-    gap = moved.to(tl.float64) - x.to(tl.float64)
+    gap = tl.where(real, moved.to(tl.float64) - x.to(tl.float64), 0.0)
     return moved, tl.max(tl.abs(gap), axis=0) if norm == "linf" else tl.sum(gap * gap, axis=0)
 
 

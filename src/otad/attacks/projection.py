@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from otad.io.environment import has_triton
-from otad.threat import LpBall
+from otad.threat import L2, Linf, LpBall
 from otad.threat.ball import FIRST_SHRINK
 from otad.threat.norms import FILLINGS
 
@@ -24,7 +24,7 @@ def projected(ball: LpBall, moved: Tensor, x: Tensor) -> Tensor:
 
 def has_kernel(ball: LpBall, x: Tensor) -> bool:
     """Return whether the kernel projects inputs like x (n,*) into a ball."""
-    is_plain = ball.scale is None and ball.mutable is None and ball.groups is None
+    is_plain = type(ball) in (L2, Linf) and ball.scale is ball.mutable is ball.groups is None
     fits = x.dtype == torch.float32 and len(x) > 0 and x[0].numel() <= MOST_FEATURES
     positive = ball.eps >= torch.finfo(torch.float32).tiny
     return x.is_cuda and is_plain and fits and positive and has_triton()
