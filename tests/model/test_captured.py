@@ -16,6 +16,7 @@ from otad.model.captured import (
     answer,
     captured,
     capturing,
+    is_known,
     quick,
 )
 
@@ -87,7 +88,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Graphs that do their steps again on the CPU; the sizes of those that were made."""
     sizes: list[int] = []
 
-    def recorded(steps, pool):
+    def recorded(steps, device, pool=None):
         for step in steps:
             step()
         sizes.append(len(steps[0].__self__.x))
@@ -96,7 +97,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(module, "recorded", recorded)
     monkeypatch.setattr(module, "can_capture", lambda model: isinstance(model, otad.OTAD))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(module, "has_room", lambda: True)
+    monkeypatch.setattr(module, "has_room", lambda device: True)
     return sizes
 
 
@@ -158,6 +159,29 @@ def test_neighbors_in_a_bank_elsewhere_are_found_by_a_graph(
         fast(illegal)
 
 
+def test_an_error_names_the_row_of_the_batch(
+    stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_checks(model, x):
+        legal = (x <= 1).all(1)
+        outputs, is_right = answer(model, torch.where(legal[:, None], x, 0.5))
+        return outputs, is_right & legal
+
+    monkeypatch.setattr(module, "answer", without_checks)
+    model, x = model_of(points(60)), points(20, seed=1)
+    fast = CapturedModel(model)
+    with torch.no_grad():
+        for _ in range(5):
+            fast(x)
+    assert stand_in
+    x[13, 4] = 1.5
+    with pytest.raises(otad.InputError) as expected:
+        model(x)
+    with pytest.raises(otad.InputError) as found, torch.no_grad():
+        fast(x)
+    assert str(found.value) == str(expected.value)
+
+
 def test_a_gradient_may_come_after_other_batches(stand_in: list[int]) -> None:
     model, x = model_of(points(60)), points(20, seed=1)
     fast, expected = CapturedModel(model), slopes(model, x)[1]
@@ -180,7 +204,7 @@ def test_a_model_that_no_graph_can_hold_answers_itself(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     model, x = model_of(points(60)), points(20, seed=1)
     for has_room in (True, False):
-        monkeypatch.setattr(module, "has_room", lambda free=has_room: free)
+        monkeypatch.setattr(module, "has_room", lambda device, free=has_room: free)
         fast = CapturedModel(model)
         for _ in range(6):
             both_agree(fast, model, x)
@@ -211,6 +235,38 @@ def test_attacks_find_the_same_by_graphs(
     assert torch.equal(fast.broken, slow.broken)
     torch.testing.assert_close(fast.inputs, slow.inputs)
     assert torch.equal(fast.backwards, slow.backwards)
+
+
+def test_the_model_itself_judges_what_an_attack_has_found(
+    stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lying(model, x):
+        outputs, is_right = answer(model, x)
+        return -outputs, is_right
+
+    model, x = model_of(points(60)), points(70, seed=1)
+    y, ball = model(x).argmax(1), otad.L2(1e-4, bounds=(0.0, 1.0))
+    monkeypatch.setattr(module, "answer", lying)
+    attack = otad.attacks.RandomNoise(draws=12)
+    found = attack(model, x, y, ball, generator=torch.Generator().manual_seed(0))
+    assert len(stand_in) >= 1
+    assert found.accuracy == 1
+
+
+def test_no_graph_holds_what_is_not_known() -> None:
+    class Own(otad.OTAD):
+        def forward(self, x: Tensor) -> Tensor:
+            return -super().forward(x)
+
+    model = model_of(points(60))
+    assert is_known(model)
+    assert is_known(model.backbone)
+    assert not is_known(torch.nn.Linear(6, 3))
+    with_hook = model_of(points(60))
+    with_hook.backbone.register_forward_hook(lambda *given: None)
+    assert not is_known(with_hook)
+    model.__class__ = Own
+    assert not is_known(model)
 
 
 @needs_cuda

@@ -27,7 +27,7 @@ from otad.checks import (
     taking,
 )
 from otad.errors import InputError
-from otad.model.captured import capturing
+from otad.model.captured import capturing, uncaptured
 from otad.short_repr import median_text
 from otad.threat import LpBall
 
@@ -254,7 +254,8 @@ class Attack(ABC):
                 found = self.run(inner, given, ball, generator).detach()
                 check_shape(found, f"{self.name}.run", tuple(examples.shape), "like its examples")
                 found = ball.project(torch.where(found.isfinite(), found, examples), examples)
-                answered = inner(found)
+                with uncaptured():  # the model itself is the judge
+                    answered = inner(found)
                 wrong = target.is_broken(answered, rows)
                 if not stops:  # the example itself has been judged
                     wrong &= (found != examples).flatten(1).any(1)

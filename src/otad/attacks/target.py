@@ -95,7 +95,7 @@ class Target:
     gradients (expectation over transformation, Athalye et al. 2018). Each draw is counted.
 
     `y` (B,) holds labels (int64), or in regression values: an example is broken once its error
-    exceeds `tolerance`. The argument `rows` (int64) of the methods selects some of the examples.
+    exceeds `tolerance`. The argument `rows` (int64) of the methods selects different examples.
     With `breakable=False` no example ever counts as broken, so that attacks go as far as they
     can."""
 
@@ -129,9 +129,10 @@ class Target:
         self._count(self.forwards, rows)
         self._count(self.backwards, rows)
         outputs: list[Tensor] = []
+        model = quick(self.model) if self.draws == 1 else self.model
 
         def value_of(inputs: Tensor) -> Tensor:
-            outputs.append(quick(self.model)(inputs))
+            outputs.append(model(inputs))
             return loss(outputs[-1], self.targets(rows))
 
         drawn = []

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from otad.checks import assuming
 from otad.cip import ExactCip
 from otad.cip.surrogate import CipNet
+from otad.errors import InputError
 from otad.model.answerers import NeighborAnswerer
 from otad.model.otad import OTAD
 from otad.nets.features import parts_of_user
@@ -47,13 +48,14 @@ class Graph:
     def __init__(self, model: nn.Module, x: Tensor, pool: Any) -> None:
         self.model, self.x = model, x
         steps = [self._answer, self._pull] if x.requires_grad else [self._answer]
-        self.answer, *rest = recorded(steps, pool)
+        self.answer, *rest = recorded(steps, x.device, pool)
         self.pull = rest[0] if rest else None
 
     def _answer(self) -> None:
         with torch.set_grad_enabled(self.x.requires_grad):
             self.outputs, self.is_right = answer(self.model, self.x)
-        self.cotangent = torch.zeros_like(self.outputs)
+        if self.x.requires_grad:
+            self.cotangent = torch.zeros_like(self.outputs)
 
     def _pull(self) -> None:
         (gradient,) = torch.autograd.grad(self.outputs, self.x, self.cotangent)
@@ -61,20 +63,21 @@ class Graph:
         self.gradient = gradient.masked_fill(wrong, 0.0)
 
 
-def recorded(steps: Sequence[Step], pool: Any) -> list[Step]:
-    """Return what does each of these steps on the GPU again, with its results in the same place."""
-    beside, graphs = torch.cuda.Stream(), []
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
+def recorded(steps: Sequence[Step], device: torch.device, pool: Any = None) -> list[Step]:
+    """Return what does each of these steps on a GPU again, with its results in the same place."""
+    with torch.cuda.device(device):
+        beside, graphs = torch.cuda.Stream(), []
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            for step in steps:
+                step()  # compiles kernels, and makes what is cached
+        torch.cuda.current_stream().wait_stream(beside)
         for step in steps:
-            step()  # compiles kernels, and makes what is cached
-    torch.cuda.current_stream().wait_stream(beside)
-    for step in steps:
-        graph = torch.cuda.CUDAGraph()
-        how = {"pool": pool, "stream": beside, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(graph, **how):
-            step()
-        graphs.append(graph)
+            graph = torch.cuda.CUDAGraph()
+            how = {"pool": pool, "stream": beside, "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(graph, **how):
+                step()
+            graphs.append(graph)
     return [graph.replay for graph in graphs]
 
 
@@ -98,7 +101,12 @@ class CapturedModel:
             return outputs
         outputs = _Replay.apply(x, self, graph)  # type: ignore[no-untyped-call]
         wrong = (~graph.is_right[: len(x)]).nonzero()[:, 0]  # the host waits here, and only here
-        return outputs.index_copy(0, wrong, self.model(x[wrong])) if len(wrong) else outputs
+        if len(wrong) == 0:
+            return outputs
+        try:
+            return outputs.index_copy(0, wrong, self.model(x[wrong]))
+        except InputError:  # names a row of x[wrong]
+            return cast("Tensor", self.model(x))
 
     def graph(self, x: Tensor, calls: int = 0) -> Graph | None:
         """Return the graph for a batch, if others like it came so often before."""
@@ -106,7 +114,7 @@ class CapturedModel:
         if not 0 < len(x) <= count <= MOST_ROWS:
             return None
         kind = count, x.shape[1:], x.dtype, x.device, is_grown
-        if kind not in self._graphs and self._calls[kind] >= calls:
+        if kind not in self._graphs and self._calls[kind] >= calls and has_room(x.device):
             self._graphs[kind] = self._made(x, count, is_grown)
         self._calls[kind] += 1
         return self._graphs.get(kind)
@@ -114,11 +122,8 @@ class CapturedModel:
     def _made(self, x: Tensor, count: int, is_grown: bool) -> Graph | None:
         rows = torch.arange(count, device=x.device) % len(x)
         try:
-            with torch.cuda.device_of(x):
-                if not has_room():
-                    return None
-                self._pool = self._pool or torch.cuda.graph_pool_handle()
-                return Graph(self.model, x.detach()[rows].requires_grad_(is_grown), self._pool)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            return Graph(self.model, x.detach()[rows].requires_grad_(is_grown), self._pool)
         except RuntimeError:  # a layer reads from the GPU, or memory does not suffice for a graph
             self._pool = None
             return None
@@ -153,10 +158,11 @@ def _ask(x: Tensor, owner: CapturedModel, graph: Graph) -> int:
     return owner.turn
 
 
-def has_room() -> bool:
-    """Return whether half of the GPU's memory is free: graphs take about as much as is in use."""
-    free, total = torch.cuda.mem_get_info()
-    return 2 * free >= total
+def has_room(device: torch.device) -> bool:
+    """Return whether half of a GPU's memory is free: graphs take about as much as is in use."""
+    free, total = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return 2 * (free + kept) >= total
 
 
 def padded(count: int) -> int:
@@ -173,7 +179,7 @@ class CapturedSearch:
     def __init__(self, model: OTAD, x: Tensor) -> None:
         self.model, self.x = model, x.clone()
         self.answerer = cast("NeighborAnswerer", model.answerer)
-        (self._search,) = recorded([self._find], None)
+        (self._search,) = recorded([self._find], x.device)
 
     @torch.no_grad()
     def _find(self) -> None:
@@ -205,10 +211,11 @@ def captured(model: nn.Module, x: Tensor) -> CapturedModel | CapturedSearch | No
         found = CapturedModel(model, len(x))
         with torch.no_grad():
             return None if found.graph(x) is None else found
-    if not (isinstance(model, OTAD) and _is_captured(model) and len(x) <= MOST_ROWS):
+    fits = isinstance(model, OTAD) and _is_captured(model) and len(x) <= MOST_ROWS
+    if not fits or not has_room(x.device):
         return None
     try:
-        return CapturedSearch(model, x)
+        return CapturedSearch(cast("OTAD", model), x)
     except RuntimeError:  # as above
         return None
 
@@ -224,6 +231,16 @@ def capturing(model: nn.Module) -> Iterator[None]:
         yield
         return
     token = _answering.set((*known, CapturedModel(model)))
+    try:
+        yield
+    finally:
+        _answering.reset(token)
+
+
+@contextmanager
+def uncaptured() -> Iterator[None]:
+    """Let `quick` ask models themselves within the context."""
+    token = _answering.set(())
     try:
         yield
     finally:
@@ -248,16 +265,9 @@ def can_capture(model: nn.Module) -> bool:
 
 
 def _is_captured(model: nn.Module) -> bool:
-    """Return whether a graph can hold a network, or all of a model but the reading of its bank.
-
-    What a user's own module does is not known."""
-    nets: list[nn.Module] = [model]
-    if isinstance(model, OTAD):
-        nets = [net for net in (model.backbone, model.metric) if net is not None]
-    if not all(getattr(net, "is_capturable", False) for net in nets):
-        return False
+    """Return whether a graph can hold a network, or all of a model but the reading of its bank."""
     on_gpu = all(one.is_cuda for one in (*model.parameters(), *model.buffers()))
-    if not on_gpu or next(parts_of_user(model), None) is not None:
+    if not on_gpu or not is_known(model):
         return False
     if not isinstance(model, OTAD):
         return True
@@ -265,6 +275,20 @@ def _is_captured(model: nn.Module) -> bool:
     if not isinstance(solver, (ExactCip, CipNet)) or solver.max_smoothness is not None:
         return False
     return isinstance(search, TorchSearch) and search.points.is_cuda
+
+
+def is_known(model: nn.Module) -> bool:
+    """Return whether a network or the networks of a model are of this package and capturable.
+
+    What a user's own class, module or hook does is not known."""
+    nets: list[nn.Module] = [model]
+    if isinstance(model, OTAD):
+        nets = [net for net in (model.backbone, model.metric) if net is not None]
+    ours = all(type(one).__module__.startswith("otad.") for one in (model, *nets))
+    hooked = any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    if not ours or hooked or next(parts_of_user(model), None) is not None:
+        return False
+    return all(getattr(net, "is_capturable", False) for net in nets)
 
 
 def answer(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

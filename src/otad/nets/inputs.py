@@ -47,7 +47,7 @@ class InputNet(nn.Module):
 
     A subclass lists only those it adds."""
     is_capturable: bool = True
-    """Whether a CUDA graph can hold the network, in training (`cuda_graph`) and in `predict`."""
+    """Whether a CUDA graph can hold the network, in training (`cuda_graph`) and for its answers."""
     mean: Tensor
     std: Tensor
 
