@@ -107,7 +107,7 @@ def multiplied(left: Tensor, right: Tensor) -> Tensor:
 
 def multiplies_halves(device: torch.device) -> bool:
     """Return whether matrix units and torch add up products of halves in float32."""
-    has_mm = "dtype" in torch.ops.aten.mm.overloads()
+    has_mm = torch.version.hip is None and "dtype" in torch.ops.aten.mm.overloads()
     return has_mm and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -200,8 +200,11 @@ def _product_of(
     rows: Tensor, norms: Tensor, columns: int, *, is_exact: bool
 ) -> FullProduct | HalvesProduct:
     """Return the fastest product of a GPU. Its bounds are tight, except in float32."""
-    largest, device = float(rows.abs().max()), rows.device
-    if largest > SMALLEST and 6 * rows.numel() <= STORED_BYTES and multiplies_halves(device):
-        return HalvesProduct(rows, norms, columns, largest)
+    device = rows.device
+    if 6 * rows.numel() <= STORED_BYTES and multiplies_halves(device):
+        least, most = torch.aminmax(rows)
+        largest = max(-float(least), float(most))
+        if largest > SMALLEST:
+            return HalvesProduct(rows, norms, columns, largest)
     in_double = is_exact and 8 * rows.numel() <= STORED_BYTES and is_fast_in_double(device)
     return FullProduct(rows, norms, columns, torch.float64 if in_double else torch.float32)
