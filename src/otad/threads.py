@@ -73,7 +73,9 @@ def run_on_threads(parts: Sequence[Part], work: Callable[[Part], Result]) -> lis
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Let the operations of torch use so many threads."""
+    """Let the operations of torch use so many threads.
+
+    A thread that begins in the meantime keeps this number, because torch counts by thread."""
     allowed = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -97,8 +97,10 @@ class FileRows:
 
 def _readers() -> int:
     """Return how many threads copy rows while a GPU waits. A thread without a core would hold up
-    all others, so they are at most half of the cores, or as many as torch may use."""
-    return max(torch.get_num_threads(), min(MOST_READERS, (os.cpu_count() or 1) // 2))
+    all others, so they are at most half of the cores of this process, or as many as torch may use.
+    """
+    allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+    return max(torch.get_num_threads(), min(MOST_READERS, len(allowed(0)) // 2))
 
 
 def _check_rows(rows: Tensor, count: int, of: str) -> None:
