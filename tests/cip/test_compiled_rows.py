@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -17,9 +18,11 @@ from cip.instances import (
     random_problem,
     rows_of,
 )
+from numba import njit
 from torch.testing import assert_close
 
-from otad.cip import BankProblem, CipProblem, CipSolution, ExactCip, Status
+from otad.cip import BankProblem, CipProblem, CipSolution, ExactCip, Status, execution
+from otad.cip.execution import show_compiling
 from otad.cip.kernels import cpu_products
 from otad.cip.local import products, read_compiled
 from otad.cip.local.products import products_of
@@ -218,6 +221,26 @@ def test_code_that_cannot_be_kept_is_compiled_all_the_same(monkeypatch) -> None:
 
     monkeypatch.setattr(cpu_products, "njit", njit)
     assert cpu_products.compiled()(lambda x: x + 1)(2) == 3
+
+
+def test_a_bar_is_drawn_while_code_of_this_package_is_compiled(monkeypatch) -> None:
+    drawn = []
+
+    @contextmanager
+    def part_bars():
+        yield lambda *given: drawn.append(given)
+        drawn.append("end")
+
+    monkeypatch.setattr(execution, "part_bars", part_bars)
+    show_compiling()
+    for module, expected in (
+        ("elsewhere", []),
+        ("otad.new", [("compiling the solver, once", 0), "end"]),
+    ):
+        function = lambda x: x + 1  # noqa: E731
+        function.__module__ = module
+        assert njit(function)(1) == 2
+        assert drawn == expected
 
 
 def test_a_solution_is_its_own(generator) -> None:

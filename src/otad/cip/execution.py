@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from otad.cip.protocols import RowProblem
 from otad.io.environment import has_numba
 from otad.precision import FULL_PRODUCTS
+from otad.progress import Draw, part_bars
 from otad.threads import Part, ProcessWide, Result, run_on_threads
 
 _FEWEST_ROWS = 512  # fewer rows do not get a thread of their own: threads wait for the interpreter
@@ -81,7 +83,33 @@ def can_compile(tensor: Tensor) -> bool:
 @cache
 def compiled_code(name: str) -> ModuleType:
     """Return a module of `otad.cip.kernels` that needs Numba, whose import takes long."""
+    show_compiling()
     return import_module(f"otad.cip.kernels.{name}")
+
+
+@cache
+def show_compiling() -> None:
+    """From now on draw a bar while Numba compiles code of this package, which takes it seconds."""
+    try:
+        from numba.core import event
+    except ImportError:
+        return
+    bars: list[AbstractContextManager[Draw]] = []  # one function may compile another
+
+    class Bar(event.Listener):
+        def on_start(self, event: Any) -> None:
+            if is_ours(event):
+                bars.append(part_bars())
+                bars[-1].__enter__()("compiling the solver, once", 0)
+
+        def on_end(self, event: Any) -> None:
+            if is_ours(event):
+                bars.pop().__exit__(None, None, None)
+
+    def is_ours(event: Any) -> bool:
+        return str(event.data["dispatcher"].py_func.__module__).startswith("otad.")
+
+    event.register("numba:compile", Bar())  # type: ignore[no-untyped-call]
 
 
 @contextmanager
