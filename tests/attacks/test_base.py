@@ -91,10 +91,15 @@ def test_what_gains_nothing_leaves_the_example() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_points_that_are_no_numbers_count_for_nothing(value) -> None:
-    result = attack(lambda target, x, ball: x * 0 + value, X[:2], Y[:2], L2(9.0))
-    assert torch.equal(result.inputs, X[:2])
+def test_points_that_are_no_numbers_count_for_nothing_and_are_reported(value) -> None:
+    def run(target: Target, x: Tensor, ball: LpBall) -> Tensor:
+        return x * 0 + torch.tensor([[value], [0.0]])
+
+    with pytest.warns(UserWarning, match="1 of 2 examples"):
+        result = attack(run, X[:2], Y[:2], L2(1e-6))
+    assert torch.equal(result.inputs[0], X[0])
     assert not result.broken.any()
+    assert result.blind.tolist() == [True, False]
 
 
 def test_abstention_is_an_answer_that_is_not_right() -> None:

@@ -145,7 +145,7 @@ def attacked(attack: Attack, place: str, name: str | None = None) -> float:
     return run(attack, model, x, BALL, y).accuracy
 
 
-@pytest.mark.filterwarnings("ignore:.*gradients were NaN")  # those of the answers are
+@pytest.mark.filterwarnings("ignore:.*gradients or steps were NaN")  # those of the answers are
 @pytest.mark.parametrize("place", ["metric", "embedding"])
 @pytest.mark.parametrize("name", HIDING)
 def test_hidden_gradients_do_not_stop_attacks_on_the_neighbors(name: str, place: str) -> None:

@@ -53,7 +53,8 @@ class AttackResult:
     forwards, backwards : Tensor (B,) of int64
         How often the model was asked for an answer and for a gradient.
     blind : Tensor (B,) of bool
-        Whether some gradient was NaN or infinite, so that the attack may have missed something.
+        Whether some gradient or the result was NaN or infinite, so that the attack may have missed
+        something.
     seconds : float
         The duration of the attack.
 
@@ -253,7 +254,8 @@ class Attack(ABC):
                 given = examples.clone(memory_format=torch.contiguous_format)
                 found = self.run(inner, given, ball, generator).detach()
                 check_shape(found, f"{self.name}.run", tuple(examples.shape), "like its examples")
-                found = ball.project(torch.where(found.isfinite(), found, examples), examples)
+                finite = found.isfinite()
+                found = ball.project(torch.where(finite, found, examples), examples)
                 with uncaptured():  # the model itself is the judge
                     answered = inner(found)
                 wrong = target.is_broken(answered, rows)
@@ -264,7 +266,7 @@ class Attack(ABC):
                 broken[rows[wrong]] = True
                 target.forwards[rows] += inner.forwards
                 target.backwards[rows] += inner.backwards
-                target.blind[rows] = inner.blind
+                target.blind[rows] = inner.blind | ~finite.flatten(1).all(1)
         if bool(target.blind.any()):
             warnings.warn(f"{self.name}: {blindness(target.blind)}", stacklevel=2)
         return AttackResult(
@@ -298,9 +300,9 @@ class Attack(ABC):
 
 
 def blindness(blind: Tensor) -> str:
-    """Describe how many examples (B,) had gradients that were not finite."""
+    """Describe for how many examples (B,) an attack met what is not finite."""
     share = f"{int(blind.sum())} of {len(blind)} examples"
-    return f"gradients were NaN or infinite on {share}, where the attack may be too weak"
+    return f"gradients or steps were NaN or infinite on {share}, where the attack may be too weak"
 
 
 ATTACKS: dict[str, type[Attack]] = {}
