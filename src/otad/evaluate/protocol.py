@@ -25,6 +25,7 @@ from otad.evaluate.identity import Identity, generator_for
 from otad.evaluate.records import AttackRecord, Findings
 from otad.io.codec import digest_of, from_plain, to_plain
 from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
+from otad.model.captured import uncaptured
 from otad.progress import AttackReport
 from otad.workers import Workers, working
 
@@ -213,7 +214,7 @@ def attack_batch(subject: Subject, attack: Attack, ball: LpBall, rows: Tensor, n
     distance, forwards = result.distance.clone(), int(result.forwards.sum())
     if not subject.strongest and bool(broken.any()):
         target = Target(model, y[broken])
-        with seeded(model, generator):
+        with seeded(model, generator), uncaptured():  # the model itself is the judge
             nearest = shorten(target, x[broken], inputs[broken], ball)
         inputs[broken], abstained[broken] = nearest
         distance[broken] = ball.distance(inputs[broken], x[broken])
