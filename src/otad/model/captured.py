@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -227,20 +227,19 @@ _answering: ContextVar[tuple[CapturedModel, ...]] = ContextVar("answering", defa
 def capturing(model: nn.Module) -> Iterator[None]:
     """Let `quick` answer by CUDA graphs within the context, where the weights do not change."""
     known = _answering.get()
-    if any(one.model is model for one in known) or not can_capture(model):
+    is_new = all(one.model is not model for one in known) and can_capture(model)
+    with _answered_by((*known, CapturedModel(model)) if is_new else known):
         yield
-        return
-    token = _answering.set((*known, CapturedModel(model)))
-    try:
-        yield
-    finally:
-        _answering.reset(token)
+
+
+def uncaptured() -> AbstractContextManager[None]:
+    """Let `quick` ask models themselves within the context."""
+    return _answered_by(())
 
 
 @contextmanager
-def uncaptured() -> Iterator[None]:
-    """Let `quick` ask models themselves within the context."""
-    token = _answering.set(())
+def _answered_by(models: tuple[CapturedModel, ...]) -> Iterator[None]:
+    token = _answering.set(models)
     try:
         yield
     finally:
