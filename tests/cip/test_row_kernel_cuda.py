@@ -190,4 +190,4 @@ def test_matrix_units_multiply_with_the_precision_of_float32(count, generator) -
     first = images[:, :1]
     stack = torch.cat((anchors - query[:, None].double(), first, images[:, 1:] - first), 1)
     expected = stack[:, count:] @ stack.mT
-    assert (values - expected).abs().max() < 1e-6 * expected.abs().max()
+    assert (values - expected).abs().max() < 2e-6 * expected.abs().max()

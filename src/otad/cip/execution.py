@@ -107,7 +107,8 @@ def show_compiling() -> None:
                 bars.pop().__exit__(None, None, None)
 
     def is_ours(event: Any) -> bool:
-        return str(event.data["dispatcher"].py_func.__module__).startswith("otad.")
+        code = getattr(event.data.get("dispatcher"), "py_func", None)
+        return str(getattr(code, "__module__", "")).startswith("otad.")
 
     event.register("numba:compile", Bar())  # type: ignore[no-untyped-call]
 
