@@ -141,8 +141,10 @@ def gram_kernel(
     tl.store(squares + part * count + k, total, mask=real)
 
 
-@triton.jit
-def combine_kernel(points, indices, weights, total, dim, count: constexpr, width: constexpr):
+@triton.jit(do_not_specialize=["size"])
+def combine_kernel(
+    points, indices, weights, total, size, dim, count: constexpr, width: constexpr
+):  # fmt: skip
     """Compute weighted sums of points, with one program per query and `width` features.
 
     Points of weight zero are not read. No load waits for another one."""
@@ -152,6 +154,7 @@ def combine_kernel(points, indices, weights, total, dim, count: constexpr, width
     for k in tl.static_range(count):
         weight = tl.load(weights + batch * count + k)
         row = tl.load(indices + batch * count + k)
+        row = tl.minimum(tl.maximum(row, 0), size - 1)
         limit = tl.where(weight != 0, dim, 0)
         point = tl.load(points + row * dim + j, mask=j < limit, other=0.0)
         answer += weight * point.to(tl.float32)

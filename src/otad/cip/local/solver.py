@@ -111,7 +111,13 @@ class ExactCip:
             require(most <= self.max_smoothness, "max_smoothness", least, self.max_smoothness)
         if isinstance(problem, BankProblem):
             problem = problem.fetched()
-        return self._solution(problem, self._dual(problem, self._products(problem)))
+        products = self._products(problem)
+        found, outcome = self._dual(problem, products)
+        solution = self._solution(problem, found)  # by kernels that run before the host waits
+        if outcome is None or holds(outcome > 0):
+            return solution
+        del solution  # the next one may need its memory
+        return self._solution(problem, self._completed(problem, products, found, outcome))
 
     @cached_property
     def relaxation(self) -> Relaxation:
@@ -127,35 +133,46 @@ class ExactCip:
         with_offsets = problem.has_strong_convexity or self._lowers_convexity
         return products_of(problem, self.chunk, with_offsets=with_offsets)
 
-    def _dual(self, problem: RowProblem, products: Products) -> DualSolution:
+    def _dual(self, problem: RowProblem, products: Products) -> tuple[DualSolution, Tensor | None]:
         """Return potentials and multipliers, the second step of a solution.
 
-        Compiled code finds them, and torch solves the rows that it leaves over."""
+        If a kernel has found them, its outcome (B,) says which rows `_completed` has to complete.
+        Torch solves rows that compiled code on a CPU leaves over."""
         high, low = problem.smoothness, problem.strong_convexity
         given, dtype = (high, low, self.relaxation, self.potential, self.mode), problem.query.dtype
         sensitive = _is_sensitive(problem)
         if can_solve(products):
-            found, outcome = solve_triton(products, *given, dtype, sensitive=sensitive)
-            if holds(outcome > 0):
-                return found
-            left = (outcome == 0).nonzero()[:, 0]
-            if len(left):
-                if isinstance(problem, BankProblem):
-                    problem.check_values()  # if they are wrong, the kernel leaves the row over
-                gram = products.rows(left).gram()
-                found.overwrite(left, self._solve(gram, high[left], low[left], sensitive))
-        elif products.arrays and not self.spares:
+            return solve_triton(products, *given, dtype, sensitive=sensitive)
+        if products.arrays and not self.spares:
             errors = products.noise, _worst_noise(problem)
             found, count = solve_compiled(products.arrays, *given, errors, sensitive=sensitive)
             if count == 0:
-                return found
+                return found, None
             left = (found.status < 0).nonzero()[:, 0]
             rest, part = problem.select(left), products.rows(left)
             found.overwrite(left, self._solve_in_torch(rest, part, sensitive))
         else:
             found = self._solve_in_torch(problem, products, sensitive)
+        return self._with_failures_marked(problem, products, found), None
+
+    def _completed(
+        self, problem: RowProblem, products: Products, found: DualSolution, outcome: Tensor
+    ) -> DualSolution:
+        """Return what the kernel has found, with the rows that it left over solved in torch."""
+        left = (outcome == 0).nonzero()[:, 0]
+        if len(left):
+            if isinstance(problem, BankProblem):
+                problem.check_values()  # if they are wrong, the kernel leaves the row over
+            high, low = problem.smoothness[left], problem.strong_convexity[left]
+            gram, sensitive = products.rows(left).gram(), _is_sensitive(problem)
+            found.overwrite(left, self._solve(gram, high, low, sensitive))
+        return self._with_failures_marked(problem, products, found)
+
+    def _with_failures_marked(
+        self, problem: RowProblem, products: Products, found: DualSolution
+    ) -> DualSolution:
         squares = products.squares.sum(0)
-        return found.with_failures_marked(self.on_failure, squares, low)
+        return found.with_failures_marked(self.on_failure, squares, problem.strong_convexity)
 
     def _solve_in_torch(
         self, problem: RowProblem, products: Products, sensitive: bool

@@ -67,7 +67,9 @@ def streamed_products(problem: BankProblem, *, with_offsets: bool) -> tuple[Tens
 
 
 def streamed_combination(points: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """Return sum_k weights[b,k] points[indices[b,k]] (B,d) in the dtype of the weights."""
+    """Return sum_k weights[b,k] points[indices[b,k]] (B,d) in the dtype of the weights.
+
+    An index outside the bank is taken as the nearest one inside, so that nothing else is read."""
     from otad.cip.kernels.gram import combine_kernel
 
     batch, count = indices.shape
@@ -75,7 +77,7 @@ def streamed_combination(points: Tensor, indices: Tensor, weights: Tensor) -> Te
     total = weights.new_empty((batch, dim))
     arrays = (points.contiguous(), indices.contiguous(), weights.contiguous(), total)
     sizes = {"count": count, "width": width, "num_warps": 2}
-    launch(combine_kernel, (batch, -(-dim // width)), *arrays, dim, **sizes)
+    launch(combine_kernel, (batch, -(-dim // width)), *arrays, len(points), dim, **sizes)
     return total
 
 
