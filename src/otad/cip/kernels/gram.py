@@ -87,6 +87,17 @@ def pairs_kernel(
                     tl.store(squares + part * count + i, total)
 
 
+@triton.jit
+def nearest_in_tf32(tile):
+    """Return float32 numbers rounded to the 10 bits of TF32."""
+    return ((tile.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dots(left, right, start):
+    return tl.dot(left, tl.trans(right), start, input_precision="tf32")
+
+
 @triton.jit(do_not_specialize=["batches", "size"])
 def gram_kernel(
     query, inputs, features, indices, products, squares, batches, size, dim, length,
@@ -95,7 +106,11 @@ def gram_kernel(
     """Compute all inner products of the stack on matrix units, one program per query and segment.
 
     A segment has `length` features, and a program makes one pass over the neighbors. If an index
-    is not below `size`, the squares are NaN."""
+    is not below `size`, the squares are NaN.
+
+    Each number is the sum of two in TF32, h + l. Of the products of two such sums, l l is too small
+    to matter. So a symmetric matrix of products is the mean of the sum of h (h + 2 l)^T and its
+    transpose."""
     batch = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * length
     k = tl.arange(0, padded)
@@ -109,6 +124,7 @@ def gram_kernel(
     cross = tl.zeros((padded, padded), dtype=tl.float32)
     image = tl.zeros((padded, padded), dtype=tl.float32)
     offset = tl.zeros((padded, padded), dtype=tl.float32)
+    zero = tl.zeros((padded, padded), dtype=tl.float32)
     square = tl.zeros((padded, width), dtype=tl.float32)
     for start in tl.range(0, length, width, num_stages=stages):
         j = first + start + tl.arange(0, width)
@@ -119,11 +135,13 @@ def gram_kernel(
         a = tl.load(inputs + place, mask=inside[None, :], other=0.0).to(tl.float32) - x[None, :]
         z = tl.load(features + place, mask=inside[None, :], other=0.0).to(tl.float32)
         c = tl.where(k[:, None] == 0, z, z - center[None, :])
-        # Three TF32 products make one of nearly float32 precision.
-        cross = tl.dot(c, tl.trans(a), cross, input_precision="tf32x3")
-        image = tl.dot(c, tl.trans(c), image, input_precision="tf32x3")
+        a_high, c_high = nearest_in_tf32(a), nearest_in_tf32(c)
+        a_low, c_low = a - a_high, c - c_high
+        # Matrix units lose digits when they add to a large sum, so every block begins at 0.
+        cross += dots(c_high, a_high, dots(c_high, a_low, dots(c_low, a_high, zero)))
+        image += dots(c_high, c_high, dots(c_high, 2 * c_low, zero))
         if shifts:
-            offset = tl.dot(a, tl.trans(a), offset, input_precision="tf32x3")
+            offset += dots(a_high, a_high, dots(a_high, 2 * a_low, zero))
         square += a * a
 
     lines: constexpr = 2 * count if shifts else count
@@ -133,9 +151,9 @@ def gram_kernel(
     place = k[:, None] * 2 * count + k[None, :]
     mask = real[:, None] & real[None, :]
     tl.store(lower + place, cross, mask=mask)
-    tl.store(lower + count + place, image, mask=mask)
+    tl.store(lower + count + place, (image + tl.trans(image)) / 2, mask=mask)
     if shifts:
-        tl.store(upper + place, offset, mask=mask)
+        tl.store(upper + place, (offset + tl.trans(offset)) / 2, mask=mask)
         tl.store(upper + count + place, tl.trans(cross), mask=mask)
     total = tl.where(wrong > 0, float("nan"), tl.sum(square, axis=1))
     tl.store(squares + part * count + k, total, mask=real)

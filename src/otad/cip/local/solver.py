@@ -35,7 +35,7 @@ _EPS = torch.finfo(torch.float32).eps
 STAGES = {
     16: [("both", 1, 96)],
     32: [("potentials", 2, 128), ("multipliers", 1, 168)],
-    64: [("potentials", 4, 168), ("multipliers", 4, 168)],
+    64: [("potentials", 8, 128), ("multipliers", 2, 255)],
 }
 
 

@@ -45,7 +45,7 @@ def streamed_products(problem: BankProblem, *, with_offsets: bool) -> tuple[Tens
     segment = _SEGMENT if batch >= _FEW_ROWS else _SEGMENT // 4
     sums = count * (2 * count + 1) - (0 if with_offsets else count * (count - 1) // 2)
     if sums <= _MOST_SUMS:
-        kernel, vector = pairs_kernel, 4 if half else 2
+        kernel, vector = pairs_kernel, 4
         step, constants = 32 * vector, {"vector": vector, "stages": 2 if half else 3}
         constants["num_warps"] = 1
     else:
