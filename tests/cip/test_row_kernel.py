@@ -209,6 +209,10 @@ def test_streamed_products_equal_gathered_ones(low, count, generator, monkeypatc
     weights[0, 1] = 0
     mean = (weights[:, None] @ images.float())[:, 0]
     assert_close(streamed_combination(problem.features, indices, weights), mean)
+    nearest, outside = torch.zeros_like(indices), torch.full_like(indices, -(2**40))
+    nearest[0], outside[0] = 19, 2**40  # an index outside the bank, before it is refused
+    found, expected = (streamed_combination(inputs, rows, weights) for rows in (outside, nearest))
+    assert torch.equal(found, expected)
     dots = (anchors.double() @ query.double()[..., None])[..., 0]
     assert_close(streamed_dots(problem.inputs, indices, query), dots, rtol=1e-5, atol=1e-4)
 
