@@ -17,7 +17,7 @@ import otad
 from otad import progress
 from otad.attacks import L2
 from otad.cli.attack import read_options
-from otad.cli.sources import bank_part
+from otad.cli.sources import Kept, bank_part
 from otad.data import Dataset
 from otad.errors import InputError
 from otad.evaluate import PRESETS, Evaluation, make_attack, runner
@@ -285,7 +285,7 @@ def test_training_inputs_a_vision_transformer_hides_are_read_from_its_data(
     terminal.succeed("explain", "known", "test", "--out", "why.png")
     assert Path("why.png").read_bytes().startswith(b"\x89PNG")
     terminal.succeed("explain", "known", "test", "--out", "why.json")
-    stored, _ = bank_part(digits, per_class=6, seed=1)
+    stored, *_ = bank_part(digits, Kept(per_class=6, seed=1))
     for neighbor in json.loads(Path("why.json").read_text())["neighbors"]:
         assert torch.equal(torch.tensor(neighbor["inputs"]), stored[neighbor["index"]])
 

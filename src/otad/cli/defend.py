@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,14 @@ from otad.checks import check_choice, check_device, require
 from otad.cli import options as opt
 from otad.cli.console import describe_counts, describe_quantiles, remark, show
 from otad.cli.outputs import check_out
-from otad.cli.sources import TrainedNet, bank_names, bank_part, describe_data, refuse_overwriting
+from otad.cli.sources import (
+    ALL_ROWS,
+    Kept,
+    TrainedNet,
+    bank_part,
+    describe_data,
+    refuse_overwriting,
+)
 from otad.data import Dataset
 from otad.evaluate.identity import DEFENDED, NET
 from otad.explain.explaining import names_of_points
@@ -26,7 +33,7 @@ from otad.report.assessment import Assessment, assess
 from otad.scores import score_text
 
 BANK_DTYPES = ("float32", "float16", "bfloat16")
-OF_BANK = ("per_class", "seed", "device", "bank_dtype", "scope", "smoothness", "strong_convexity")
+OF_BANK = ("device", "bank_dtype", "scope", "smoothness", "strong_convexity")
 
 
 @works_together
@@ -113,11 +120,12 @@ def defend(
         require(about[name] == trained.about[name], "data", expected, about[name])
     if about["data"]["fingerprint"] != trained.note.fingerprint:
         remark(f"note: {choice.data} is not the data that the network was trained on")
-    model = build_model(trained, dataset, n_neighbors=neighbors, solver=solver, **chosen)
+    kept = Kept(per_class, seed)
+    model = build_model(trained, dataset, kept, n_neighbors=neighbors, solver=solver, **chosen)
     if not is_first():  # it helped to find the potential of a global map
         return
     if per_class is not None:
-        about["data"]["kept"] = {"per_class": per_class, "seed": seed}
+        about["data"]["kept"] = asdict(kept)
     assessment, card = assess_and_save(model, dataset, about, out)
     points = len(model.bank_inputs)
     record = {"model": str(out), "card": str(card), "bank_points": points, **scope_record(model)}
@@ -130,24 +138,23 @@ def defend(
 def build_model(
     trained: TrainedNet,
     dataset: Dataset,
+    kept: Kept = ALL_ROWS,
     *,
-    per_class: int | None = None,
-    seed: int = 0,
     device: str = "cpu",
     bank_dtype: str = "float32",
     **options: Any,
 ) -> OTAD:
     """Return the model of a network with the train part as its bank; `options` of `otad.defend`."""
     dtype = getattr(torch, check_choice(bank_dtype, "bank_dtype", BANK_DTYPES))
-    x, y = bank_part(dataset, per_class, seed)
+    x, y, names = bank_part(dataset, kept)
     net = trained.net.to(check_device(device))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "defense")
         model = building.defend(net, x, y, bank_dtype=dtype, **options)
     if "defense" in model.notes:
         remark(f"note: {model.notes['defense']['says']}")
-    if names := bank_names(dataset, per_class, seed):
-        model.notes["train_names"] = names
+    if names:
+        model.notes["train_names"] = list(names)
     return model
 
 

@@ -108,13 +108,16 @@ class Kept:
     seed: int = 0
 
 
+ALL_ROWS = Kept()
+
+
 @dataclass(frozen=True)
 class DataNote:
     """What a network or a model notes about its data, as far as commands use it."""
 
     choice: DataChoice
     fingerprint: str
-    kept: Kept = Kept()
+    kept: Kept = ALL_ROWS
 
     @staticmethod
     def of(notes: Mapping[str, Any]) -> DataNote:
@@ -148,29 +151,15 @@ def describe_data(dataset: Dataset, choice: DataChoice) -> dict[str, Any]:
     return described
 
 
-def bank_part(
-    dataset: Dataset, per_class: int | None = None, seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of the train part, or of `per_class` random rows of each class."""
-    rows = _bank_rows(dataset, per_class, seed)
-    return dataset.train_x[rows], dataset.train_y[rows]
-
-
-def bank_names(dataset: Dataset, per_class: int | None = None, seed: int = 0) -> list[str]:
-    """Return the names of the same rows, where they have names."""
-    rows = _bank_rows(dataset, per_class, seed)
-    names = dataset.train_names
-    if not names or isinstance(rows, slice):
-        return list(names)
-    return [names[row] for row in rows.tolist()]
-
-
-def _bank_rows(dataset: Dataset, per_class: int | None, seed: int) -> slice | Tensor:
-    if per_class is None:
-        return slice(None)
+def bank_part(dataset: Dataset, kept: Kept) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    """Return inputs, targets and names (if rows have any) of the train part, or of `per_class`
+    random rows of each class."""
+    x, y, names = dataset.train_x, dataset.train_y, dataset.train_names
+    if kept.per_class is None:
+        return x, y, names
     require(dataset.classes, "per_class", "data with classes", "a regression")
-    drawn_by = torch.Generator().manual_seed(seed)
-    return data.subset_per_class(dataset.train_y, per_class, drawn_by)
+    rows = data.subset_per_class(y, kept.per_class, torch.Generator().manual_seed(kept.seed))
+    return x[rows], y[rows], tuple(names[row] for row in rows.tolist()) if names else ()
 
 
 def training_inputs(model: Described, data_dir: Path | None, source: str) -> Tensor | None:
@@ -187,8 +176,7 @@ def training_inputs(model: Described, data_dir: Path | None, source: str) -> Ten
         return None
     try:
         dataset = note.choice.load(data_dir, model.notes)
-        part, _ = bank_part(dataset, note.kept.per_class, note.kept.seed)
-        return check_training_inputs(model, part)
+        return check_training_inputs(model, bank_part(dataset, note.kept)[0])
     except InputError:
         return None
 
