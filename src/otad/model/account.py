@@ -79,7 +79,7 @@ class AccountBuilder:
 
     def __post_init__(self) -> None:
         is_class = self.model.backbone.task == "classification"
-        self.potentials &= is_class and self.model.answerer.chooses_potential
+        self.potentials &= is_class and self.model.answerer.exact_solver is not None
         self._rows: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def rows(self, name: str) -> Tensor | None:

@@ -61,8 +61,7 @@ class Answerer(nn.Module, ABC):
     rules: tuple[str, ...] = ()  # the certificate rules that can apply
     refusal: str | None = None  # the reason if no rule can apply
     rests_on_neighbors: ClassVar[bool]  # if not, `Answer.neighbors` are the points with weight
-    exact_solver: ExactCip | None = None  # the solver of small problems, if it is exact
-    chooses_potential: bool = False  # whether the answer depends on a choice among potentials
+    exact_solver: ExactCip | None = None  # of small problems; it chooses among potentials
     always_answers: bool = True  # whether no row raises an error or is left without an answer
     mode: str  # how the solver uses a raised L, in one word
     spares: int = 0  # substitutes for neighbors, which are searched in addition to the K
@@ -157,7 +156,7 @@ class NeighborAnswerer(Answerer):
         if not isinstance(solver, ExactCip):
             self.refusal = f"solver: expected ExactCip, got {type(solver).__name__}, an estimate"
             return
-        self.exact_solver, self.chooses_potential = solver, True
+        self.exact_solver = solver
         self.always_answers = solver.on_failure == "fallback"
         if solver.on_failure == "abstain":
             self.refusal = "on_failure: expected 'fallback' or 'raise', got 'abstain'"
