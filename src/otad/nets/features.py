@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from otad.checks import refusing, require
 from otad.errors import InputError
 from otad.nets.inputs import Sizes, evaluating
-from otad.nets.layer_json import JsonModule, describe, restore
+from otad.nets.layer_json import MODULES, describe, restore
 
 ALIKE = 1e-3  # equal outputs differ by less than this share of the largest, because of rounding
 PROBED = 16  # outputs by which a network is recognized
@@ -30,7 +30,7 @@ def _collect(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -
         wanted[1].append(args[0] if args else options["input"])
 
 
-class Features(JsonModule):
+class Features(nn.Module):
     """Maps inputs (B,*input_shape) to the numbers (B,f) that enter the Linear layer `head`.
 
     Inputs may be flattened. The layer of `net` gets a hook, which does nothing while other code
@@ -83,6 +83,9 @@ class Features(JsonModule):
         with evaluating(self.net):
             outputs = outputs_of(self.net(drawn.to(_like(self.net))))
         return outputs.flatten()[:PROBED].double().nan_to_num().tolist()
+
+
+MODULES["Features"] = Features
 
 
 class Head(NamedTuple):

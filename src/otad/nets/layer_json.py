@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,29 +72,14 @@ _BY_NAME = {cls.__name__: cls for cls in _ARGUMENTS}
 _ACTIVATIONS = {"relu": functional.relu, "gelu": functional.gelu}
 
 
-class JsonModule(nn.Module, ABC):
-    """A module of this library that, unlike the layers of torch, writes itself as JSON."""
-
-    @abstractmethod
-    def to_json(self) -> dict[str, Any]:
-        """Return the constructor arguments in plain JSON."""
-
-    @classmethod
-    @abstractmethod
-    def from_json(cls, description: Mapping[str, Any]) -> Self:
-        """Make the module from what `to_json` returned."""
-
-    def __init_subclass__(cls) -> None:
-        _JSON_MODULES[cls.__name__] = cls
-
-
-_JSON_MODULES: dict[str, type[JsonModule]] = {}
+MODULES: dict[str, type[Any]] = {}
+"""The modules of this library, by name, that write themselves by `to_json` and `from_json`."""
 
 
 def describe(module: nn.Module) -> dict[str, Any]:
     """Return {"layer": name, **constructor arguments}, nested for containers."""
     name = type(module).__name__
-    if isinstance(module, JsonModule):
+    if name in MODULES and isinstance(module, MODULES[name]):
         return {"layer": name, **module.to_json()}
     if type(module) is nn.Sequential:
         return {"layer": name, "layers": [describe(layer) for layer in module]}
@@ -163,8 +147,8 @@ def restore(description: Mapping[str, Any] | nn.Module) -> nn.Module:
         return description
     arguments = dict(description)
     name = arguments.pop("layer", None)
-    if name in _JSON_MODULES:
-        return _JSON_MODULES[name].from_json(arguments)
+    if name in MODULES:
+        return MODULES[name].from_json(arguments)  # type: ignore[no-any-return]
     if name == "Sequential":
         return nn.Sequential(*(restore(layer) for layer in arguments["layers"]))
     if name == "TransformerEncoder":  # layer by layer, because copies would not be counted
