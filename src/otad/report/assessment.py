@@ -15,7 +15,7 @@ from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET
 from otad.model.account import AccountBuilder, SolverAccount
 from otad.model.otad import OTAD
-from otad.progress import Counter, progress_bar
+from otad.progress import progress_bar
 from otad.scores import abstained, is_right, squared_errors
 from otad.training.supervised import METRICS
 
@@ -63,22 +63,15 @@ class Assessment:
 
 
 @torch.no_grad()
-def assess(
-    model: OTAD,
-    x: Tensor,
-    y: Tensor,
-    *,
-    baselines: bool = False,
-    progress: Counter | bool | None = None,
-) -> Assessment:
-    """Test the network, the model and, with `baselines`, k-NN; `progress`: (rows done, all)."""
+def assess(model: OTAD, x: Tensor, y: Tensor, *, baselines: bool = False) -> Assessment:
+    """Test the network, the model and, with `baselines`, k-NN."""
     others: dict[str, nn.Module] = {NET: model.backbone}
     if baselines:
         others |= {MAJORITY: MajorityKnn(model), MEAN_FEATURE: MeanFeatureKnn(model)}
     builder = AccountBuilder(model, least_smoothness=True)
     found: defaultdict[str, list[Tensor]] = defaultdict(list)
     seconds, done = 0.0, 0
-    with progress_bar("testing", progress) as report:
+    with progress_bar("testing") as report:
         for batch in x.split(BATCH):
             inputs = batch.to(model.backbone.mean.device)
             started = time.perf_counter()
