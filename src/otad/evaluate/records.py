@@ -24,21 +24,7 @@ CERTIFICATE_CHECK = "certificate check"  # the flag whose failure is a bug
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What an attack did to some examples, which are numbered from 0.
-
-    Attributes
-    ----------
-    attacked : tuple of int
-        All examples that it was run on.
-    broken : tuple of int
-        Those that it broke, at these `distances`.
-    abstained : tuple of int
-        The broken ones for which the model gives no answer.
-    errors : tuple of float
-        In regression, where nothing is broken: `|f - y|` of the attacked examples.
-    forwards, backwards : int
-        How many answers and gradients were computed.
-    """
+    """What an attack did to some examples, which are numbered from 0: see `AttackRecord`."""
 
     attacked: tuple[int, ...] = ()
     broken: tuple[int, ...] = ()

@@ -35,31 +35,9 @@ N_MAP, N_FIT = 500, 1000  # bank points that are shown, and those that the proje
 class Explorer:
     """Answers queries with all that the explorer page shows about them.
 
-    Parameters
-    ----------
-    model : OTAD
-        A defended model. The notes that it was saved with name its classes and columns.
-    name : str
-        The name of the model, for the title of the page.
-    examples : Tensor (n, *input_shape), optional
-        Inputs to begin with. If None, some training points, where the bank knows their inputs.
-    truths : Tensor (n,), optional
-        The labels or the targets of the examples.
-
-    Examples
-    --------
-    >>> import otad
-    >>> from otad.explorer.explorer import Explorer
-    >>> digits = otad.data.load("digits")
-    >>> net = otad.nets.fc_resnet((1, 8, 8), 10, blocks=1, hidden=16, bounds=(0.0, 1.0))
-    >>> model = otad.defend(net, digits.train_x[:200], digits.train_y[:200])
-    >>> explorer = Explorer(model, "digits")
-    >>> explorer.setup()["shape"]
-    [1, 8, 8]
-    >>> found = explorer.explore(digits.test_x[0])
-    >>> len(found["distance"]), found["answer"][0] == int(model(digits.test_x[:1]).argmax())
-    (64, True)
-    """
+    The notes of the model name its classes and columns. The page begins with the `examples`
+    (n, *input_shape) and their labels or targets, the `truths` (n,); if there are none, with some
+    training points, where the bank knows their inputs."""
 
     def __init__(
         self,

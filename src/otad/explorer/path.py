@@ -34,21 +34,9 @@ def attacked(model: OTAD, x: Tensor, unit: Tensor, mutable: Tensor | None) -> tu
     a second one tries straight lines to training points, if their inputs are known, and else climbs
     from a random point; both in a larger ball. In regression only the second kind runs.
 
-    Parameters
-    ----------
-    model : OTAD
-        The model to attack.
-    x : Tensor (*input_shape)
-        The input.
-    unit, mutable : Tensor (*input_shape)
-        The units of a change in l2, and the features that can change, None for all.
-
-    Returns
-    -------
-    (Tensor (*input_shape), float)
-        The end, which is x itself where the model abstains, and the length of the path in units of
-        the way there.
-    """
+    `unit` and `mutable` (*input_shape) are the units of a change in l2, and the features that can
+    change, None for all. The end (*input_shape) is x itself where the model abstains. The length of
+    the path is in units of the way there."""
     batch, backbone = x[None], model.backbone
     with torch.no_grad():
         outputs = model(batch)

@@ -46,16 +46,9 @@ class _Job:
 class ComputeQueue:
     """Runs functions one after the other in a thread of its own.
 
-    Parameters
-    ----------
-    max_batch : int
-        The most rows that are computed at once.
-    timeout : float
-        Seconds after which a caller gives up with `TimeoutError`. What has not started by then is
-        never computed.
-    metrics : Metrics
-        Where batches and the length of the queue are counted.
-    """
+    At most `max_batch` rows are computed at once. After `timeout` seconds a caller gives up with
+    `TimeoutError`, and what has not started by then is never computed. `metrics` count batches and
+    the length of the queue."""
 
     def __init__(self, max_batch: int, timeout: float, metrics: Metrics) -> None:
         self.max_batch, self.timeout, self._metrics = max_batch, timeout, metrics

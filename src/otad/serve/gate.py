@@ -31,24 +31,11 @@ def refusal(status: int, message: str, **headers: str) -> JSONResponse:
 class Gate:
     """Refuses requests early, reads the others whole, and counts all of them.
 
-    Parameters
-    ----------
-    app : ASGI application
-        What answers the requests that pass.
-    queue, metrics
-        The queue that says when to try again, and the place where requests are counted.
-    token : str or None
-        The bearer token that all requests but health probes have to bring.
-    hosts : tuple of str or None
-        The only names by which the service may be called. They protect a service without a token
-        from web pages that let their own name point to this machine.
-    max_queue : int
-        The most requests with a body that are read, wait or are computed at once.
-    max_request_bytes : int
-        The largest body.
-    timeout : float
-        Seconds within which a body has to arrive.
-    """
+    All requests but `OPEN` ones must bring the `token`, if there is one. `hosts` are the only names
+    by which the service may be called, None for any: they protect a service without a token from
+    web pages that let their own name point to this machine. At most `max_queue` requests with a
+    body are read, wait or are computed at once. A body has at most `max_request_bytes` and must
+    arrive within `timeout` seconds."""
 
     def __init__(
         self,

@@ -29,18 +29,10 @@ RADIUS = "certified_radius"
 
 
 class ServedModel:
-    """The inputs and outputs of a model by name.
+    """The inputs and outputs by name of a defended model, or of the module of a fitted estimator.
 
     A model of images or plain tables has one tensor "input". A table with text or missing cells
-    has one tensor per column.
-
-    Parameters
-    ----------
-    model : OTAD or estimator
-        A defended model, or a fitted estimator, whose module then answers.
-    name : str
-        Its name in paths.
-    """
+    has one tensor per column. `name` is that of the model in paths."""
 
     def __init__(self, model: OTAD | Estimator, name: str) -> None:
         module: Any = getattr(model, "module_", model)
