@@ -61,7 +61,8 @@ def read_images(paths: Sequence[Path], size: int, *, resize: int | None = None) 
     short = size if resize is None else check_count(resize, "resize", least=size)
     pixels = np.empty((len(paths), size, size, 3), dtype=np.uint8)
     for row, path in enumerate(paths):
-        pixels[row] = np.asarray(_resize_and_crop(_read_image(path), size, short))
+        image = _opened(path, lambda image: ImageOps.exif_transpose(image).convert("RGB"))
+        pixels[row] = np.asarray(_resize_and_crop(image, size, short))
     return torch.from_numpy(pixels).movedim(3, 1).contiguous().float().div_(255)
 
 
@@ -194,10 +195,6 @@ def _scan(folder: Path, known: Sequence[str] = ()) -> tuple[Sequence[str], list[
     files = [file for path in found for file in list_images(path)]
     classes = known or tuple(path.name for path in found)
     return classes, files, encode_labels([file.parent.name for file in files], classes, str(folder))
-
-
-def _read_image(path: Path) -> Image.Image:
-    return _opened(path, lambda image: ImageOps.exif_transpose(image).convert("RGB"))
 
 
 def _opened(path: Path, read: Callable[[Image.Image], Found]) -> Found:

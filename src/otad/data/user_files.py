@@ -6,8 +6,7 @@ from __future__ import annotations
 import csv
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -223,22 +222,15 @@ def load_csv(
         cells = table.cells(features)
         texts = [column for column, listed in cells.items() if looks_like_text(listed)]
         train, _ = holdout(y, test_fraction, seed, task=task, name="test_fraction")
-        with naming(str(path)):
+        try:
             encoding = TableEncoding.fit(cells, texts, train.tolist())
+        except InputError as error:
+            raise InputError(f"{path}, {error}") from error
     about["feature_names"] = encoding.feature_names
     about["preparation"] = None if encoding.is_plain else encoding
     x, y = in_working_dtype(encoding.encode(table.cells(encoding.names), table.where), y)
     about["names"] = [f"line {line}" for line in table.lines]
     return split_rows(x, y, test_fraction, seed, classes=classes, **about)
-
-
-@contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Put the path of the file in front of the message of an `InputError`."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{path}, {error}") from error
 
 
 def _separator(header: str, row: str) -> str:

@@ -46,7 +46,7 @@ LEGEND: Style = {"frameon": False, "fontsize": 8.5, "labelcolor": INK}
 
 def training_curves(history: Sequence[EpochRecord], metric: str) -> Figure:
     """Loss, energy and score against the epoch, side by side."""
-    figure = _figure(9.6, 2.9)
+    figure = _figure(2.9)
     titles = {"loss": "loss", "energy": "transport energy", "train_score": metric}
     for panel, (name, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):
         values = [(record.epoch, getattr(record, name)) for record in history]
@@ -62,7 +62,7 @@ def training_curves(history: Sequence[EpochRecord], metric: str) -> Figure:
 
 def smoothness_histogram(least: Mapping[str, Tensor], configured: float) -> Figure:
     """The least L that the neighbors of each input need, for one model or several."""
-    figure = _figure(9.6, 3.1)
+    figure = _figure(3.1)
     panel = figure.subplots()
     finite = {name: values[values.isfinite()].numpy() for name, values in least.items()}
     everything = np.concatenate([*finite.values(), [configured]])
@@ -108,7 +108,7 @@ def _attack_style(evaluation: Evaluation, name: str) -> Style:
 
 def accuracy_curves(evaluation: Evaluation) -> Figure:
     """The worst case (bold), one line per attack, certified accuracy below, the gap shaded."""
-    figure = _figure(9.6, 4.6)
+    figure = _figure(4.6)
     panel, furthest = figure.subplots(), max(evaluation.eps)
     eps = np.union1d(np.linspace(0, furthest, CURVE_POINTS), evaluation.eps)
     worst = _share_beyond(evaluation.distances(), eps)
@@ -142,7 +142,7 @@ def _share_beyond(distances: Sequence[float], eps: NDArray[np.float64]) -> NDArr
 
 def error_curves(evaluation: Evaluation) -> Figure:
     """Regression: the mean of the largest errors found, and the rows one by one."""
-    figure = _figure(9.6, 4.2)
+    figure = _figure(4.2)
     panel, single = figure.subplots(1, 2, width_ratios=(3, 2))
     eps, at = [0.0, *evaluation.eps], evaluation.headline_eps
     bold: Style = {"mec": "white", "zorder": 4}
@@ -179,7 +179,7 @@ def error_curves(evaluation: Evaluation) -> Figure:
 
 def radii_plots(evaluation: Evaluation) -> Figure:
     """A histogram of the radii, and each example between its radius and its nearest wrong input."""
-    figure = _figure(9.6, 3.4)
+    figure = _figure(3.4)
     bars, rows = figure.subplots(1, 2, width_ratios=(2, 3))
     certificate, right = evaluation.certificate, np.asarray(evaluation.clean_right, dtype=int)
     radii = np.asarray(certificate.radius if certificate else [])[right]
@@ -209,7 +209,7 @@ def radii_plots(evaluation: Evaluation) -> Figure:
 def seconds_bars(evaluation: Evaluation) -> Figure:
     """A bar for the seconds of each attack over all eps, in the color of its family."""
     names = families(evaluation)
-    figure = _figure(9.6, 1.0 + 0.27 * len(names))
+    figure = _figure(1.0 + 0.27 * len(names))
     panel = figure.subplots()
     for place, (name, family) in enumerate(names.items()):
         seconds = sum(record.seconds for record in evaluation.attacks if record.attack == name)
@@ -230,7 +230,7 @@ def change_bars(changes: Mapping[str, Tensor], names: Sequence[str], count: int)
     """For each of a few rows, the `count` features of largest change: a bar for each way (m,n)."""
     first = next(iter(changes.values()))
     count = min(count, first.shape[1])
-    figure = _figure(9.6, 0.9 + 0.42 * count)
+    figure = _figure(0.9 + 0.42 * count)
     panels, height = figure.subplots(1, len(first), squeeze=False)[0], 0.8 / len(changes)
     for row, panel in enumerate(panels):
         order = first[row].abs().argsort(descending=True)[:count].tolist()
@@ -246,10 +246,10 @@ def change_bars(changes: Mapping[str, Tensor], names: Sequence[str], count: int)
     return figure
 
 
-def _figure(width: float, height: float) -> Figure:
+def _figure(height: float) -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure((width, height), layout="constrained")
+    return Figure((9.6, height), layout="constrained")
 
 
 def _whole_numbers(axis: Axis) -> None:
