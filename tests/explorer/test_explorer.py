@@ -17,8 +17,7 @@ from sklearn.decomposition import PCA
 
 import otad
 from otad.data.encoding import TableEncoding
-from otad.explorer.explorer import STEPS, Explorer, example_rows
-from otad.explorer.write_page import explorer_page
+from otad.explorer.explorer import STEPS, Explorer, example_rows, explorer_page
 from otad.serve import create_app
 
 HOSTILE = '</script><img src=x onerror="alert(1)">&amp;\u2028'

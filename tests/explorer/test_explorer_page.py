@@ -16,8 +16,7 @@ from PIL import Image
 from serve.running import running
 
 import otad
-from otad.explorer.explorer import Explorer
-from otad.explorer.write_page import explorer_page
+from otad.explorer.explorer import Explorer, explorer_page
 from otad.serve import create_app
 
 NAMES = ["<b>top</b>", "<img src=x onerror=alert(1)>", "low & wide"]

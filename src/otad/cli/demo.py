@@ -26,8 +26,7 @@ from otad.evaluate.identity import DEFENDED, NET
 from otad.evaluate.records import FAIL
 from otad.evaluate.suite import suite
 from otad.explain import explain
-from otad.explorer.explorer import Explorer, example_rows
-from otad.explorer.write_page import explorer_page
+from otad.explorer.explorer import Explorer, example_rows, explorer_page
 from otad.io.environment import Environment
 from otad.io.files import replacing
 from otad.model.loading import load

@@ -1,14 +1,19 @@
-"""The data of the explorer page: a model in a few numbers, and one query with an attack on it.
+"""The explorer page, which loads nothing from elsewhere, and its data: a model in a few numbers,
+and one query with an attack on it.
 
 Nothing here needs a web server, so `otad demo` can write a page that holds its examples.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import math
 from typing import Any
 
 import torch
+from markupsafe import Markup
 from torch import Tensor
 
 from otad.attacks import L2
@@ -23,8 +28,10 @@ from otad.model.names import class_names_of
 from otad.model.otad import OTAD
 from otad.nets import only_normalizes
 from otad.nets.adapt import denormalized
+from otad.report.page import page_templates
 from otad.report.plots import pixels_uri
 
+SCRIPTS = ("draw.js", "inputs.js", "main.js")
 N_CLASSES = 10  # most classes with a bar
 N_POINTS = 10  # training points of one answer
 N_COLUMNS = 8  # columns of a training point's row
@@ -283,6 +290,29 @@ class Explorer:
             # With one scale for all features, the shadow of the ball is a disc.
             ring = _finite(radius * high) if math.isclose(low, high, rel_tol=1e-6) else None
         return {"radius": _finite(radius), "everywhere": math.isinf(radius), "ring": ring}
+
+
+def explorer_page(explorer: Explorer | None = None, command: str = "") -> str:
+    """Return the page as HTML.
+
+    Without an explorer the page asks its server. With one it holds the examples of the explorer and
+    their paths, works as a file, and names the `command` that serves the model.
+    """
+    data: dict[str, Any] | None = None
+    if explorer is not None:
+        known = [] if explorer.examples is None else list(explorer.examples)
+        explored = [explorer.explore(one) for one in known]
+        data = {"command": command, "setup": explorer.setup(), "explored": explored}
+    templates = page_templates("otad.explorer")
+    style, *scripts = (templates.get_template(it).render() for it in ("explorer.css", *SCRIPTS))
+    # A tag within the JSON would end its element.
+    plain = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", r"\u003c")
+    given: dict[str, Any] = {"data": Markup(plain)}
+    for name, text in (("style", style), ("script", "\n".join(scripts))):
+        # The browser runs only the script and the style with these hashes.
+        digest = hashlib.sha256(f"\n{text}\n".encode()).digest()
+        given |= {name: Markup(text), f"{name}_hash": base64.b64encode(digest).decode()}
+    return templates.get_template("explorer.html").render(given)
 
 
 def example_rows(labels: Tensor, count: int) -> Tensor:

@@ -9,8 +9,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import HTMLResponse
 
-from otad.explorer.explorer import Explorer
-from otad.explorer.write_page import explorer_page
+from otad.explorer.explorer import Explorer, explorer_page
 from otad.io.codec import parse_json
 from otad.serve.compute import ComputeQueue
 from otad.serve.served import ServedModel
