@@ -21,7 +21,7 @@ from otad.attacks import Pgd
 from otad.baselines import adversarial_training
 from otad.nets import Backbone, ResNet, SequentialBackbone, fc_resnet
 from otad.training import Adversary, TrainConfig, train
-from otad.training.adversarial_losses import divergence, mart_losses, trades_losses
+from otad.training.backbone_config import LOSSES, divergence
 
 EPS = 0.3
 ORDERS = {"l2": 2, "linf": math.inf}
@@ -111,16 +111,21 @@ def direct_losses(beta: float, clean: Tensor, moved: Tensor, y: Tensor) -> tuple
     return trades, mart
 
 
+def losses_of(loss: str, beta: float, clean: Tensor, moved: Tensor, y: Tensor) -> Tensor:
+    config = TrainConfig(adversary=Adversary(EPS), loss=loss, beta=beta)
+    found = LOSSES[loss]("classification", config)
+    return found(torch.cat([moved, clean]), y, None, reduction="none")
+
+
 def test_trades_and_mart_are_the_formulas_of_their_papers() -> None:
     generator = torch.Generator().manual_seed(3)
     clean, moved = (3 * torch.randn(30, 5, generator=generator).double() for _ in range(2))
     y = torch.arange(30) % 5
     trades, mart = (torch.tensor(one).double() for one in direct_losses(6.0, clean, moved, y))
-    fitted = nn.functional.cross_entropy(clean, y, reduction="none")
-    torch.testing.assert_close(trades_losses(fitted, clean, moved, 6.0), trades)
-    torch.testing.assert_close(mart_losses(y, clean, moved, 6.0), mart)
+    torch.testing.assert_close(losses_of("trades", 6.0, clean, moved, y), trades)
+    torch.testing.assert_close(losses_of("mart", 6.0, clean, moved, y), mart)
     sure = 1e4 * torch.eye(5)[y].double()  # probabilities of 0 and 1
-    assert mart_losses(y, sure, sure.roll(1, 1), 6.0).isfinite().all()
+    assert losses_of("mart", 6.0, sure, sure.roll(1, 1), y).isfinite().all()
     assert not divergence(clean, clean).any()
 
 
@@ -150,11 +155,7 @@ def test_a_step_follows_the_gradient_at_clean_and_perturbed_inputs(loss: str, sh
     labels = y[torch.cdist(near, x).argmin(1)]
 
     def total(model: nn.Module) -> Tensor:
-        outputs = model(near), model(moved)
-        if loss == "mart":
-            return mart_losses(labels, *outputs, 2.0).mean()
-        fitted = nn.functional.cross_entropy(outputs[0], labels, reduction="none")
-        return trades_losses(fitted, *outputs, 2.0).mean()
+        return losses_of(loss, 2.0, model(near), model(moved), labels).mean()
 
     elsewhere = copy.deepcopy(by_hand)
     for weight, slope in zip(

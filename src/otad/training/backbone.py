@@ -19,10 +19,16 @@ from otad.nets.base import Backbone
 from otad.nets.inputs import evaluating, frozen
 from otad.threat import LpBall
 from otad.training.acceleration import compiled, precision
-from otad.training.adversarial_losses import divergence
 from otad.training.adversary import perturbed_weights
 from otad.training.augmentation import mix_some
-from otad.training.backbone_config import BISECTOR, COMPARING, LOSSES, TrainConfig, fit_loss
+from otad.training.backbone_config import (
+    BISECTOR,
+    COMPARING,
+    LOSSES,
+    TrainConfig,
+    divergence,
+    fit_loss,
+)
 from otad.training.loop import Batches
 from otad.training.margins import bisector_margins, pair_excess
 from otad.training.supervised import (

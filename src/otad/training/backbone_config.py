@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from otad.checks import check_choice, check_count, require
 from otad.nets.base import LinearHead
-from otad.training.adversarial_losses import mart_losses, trades_losses
 from otad.training.augmentation import MIXINGS
 from otad.training.config import check_share
 from otad.training.margins import margins_to_classes, scaled_margins
@@ -25,6 +25,7 @@ the mean loss, or with `reduction="none"` to the losses (B,). The losses of `COM
 outputs at perturbed inputs followed by the outputs at clean inputs, 2 B rows."""
 COMPARING = ("trades", "mart")
 BISECTOR = "bisector"  # of margins (B,) instead of outputs
+_ROOM = 1e-4  # added so that the second logarithm of MART is finite
 
 
 @dataclass(frozen=True)
@@ -199,24 +200,40 @@ def fit_margin_loss(task: str, config: TrainConfig) -> Loss:
 
 
 def trades_loss(task: str, config: TrainConfig) -> Loss:
+    """Return loss(f(x), y) + beta D(f(x), f(x')) at clean inputs x and at perturbed inputs x'
+    (arXiv:1901.08573), with the `divergence` D."""
     fit = fit_loss(task, config)
 
     def losses(outputs: Tensor, targets: Tensor, head: LinearHead) -> Tensor:
         perturbed, clean = outputs.chunk(2)
         fitted = fit(clean, targets, head, reduction="none")
-        return trades_losses(fitted, clean, perturbed, config.beta)
+        return fitted + config.beta * divergence(clean, perturbed)
 
     return _averaging(losses)
 
 
 def mart_loss(task: str, config: TrainConfig) -> Loss:
+    """Return - log p'_y - log(1.0001 - max over j != y of p'_j) + beta (1 - p_y) D(f(x), f(x'))
+    (MART, ICLR 2020), with the probabilities p at clean inputs x and p' at perturbed inputs x'."""
     _check_labels(task, config, "mart", "'fit' or 'trades'")
 
     def losses(outputs: Tensor, labels: Tensor, _: LinearHead) -> Tensor:
         perturbed, clean = outputs.chunk(2)
-        return mart_losses(labels, clean, perturbed, config.beta)
+        logs, own = functional.log_softmax(perturbed, 1), labels[:, None]
+        others = logs.scatter(1, own, -torch.inf).amax(1).exp()
+        boosted = -logs.gather(1, own)[:, 0] - torch.log(1 + _ROOM - others)
+        doubt = 1 - functional.softmax(clean, 1).gather(1, own)[:, 0]
+        return boosted + config.beta * doubt * divergence(clean, perturbed)
 
     return _averaging(losses)
+
+
+def divergence(clean: Tensor, perturbed: Tensor) -> Tensor:
+    """Return KL(p || p') (B,) of logits (B,C), or the squared difference of values (B,)."""
+    if clean.dim() == 1:
+        return (clean - perturbed).square()
+    logs = functional.log_softmax(clean, 1), functional.log_softmax(perturbed, 1)
+    return (logs[0].exp() * (logs[0] - logs[1])).sum(1)
 
 
 def _check_labels(task: str, config: TrainConfig, loss: str, other: str = "'fit'") -> None:
