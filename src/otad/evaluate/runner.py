@@ -30,7 +30,7 @@ from otad.evaluate.certificate_check import (
 )
 from otad.evaluate.flags import CHECKS, Check, FlagContext, remark_flag
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET, generator_for, kind_of
-from otad.evaluate.protocol import Attacked, run_attacks
+from otad.evaluate.protocol import run_attacks
 from otad.evaluate.records import Evaluation, Flag
 from otad.evaluate.suite import backbone_of, defended_of, suite
 from otad.evaluate.undefended import attacks_alone, network_of, strength
@@ -242,7 +242,7 @@ def evaluate(
         raised = workers.all(_answer, (context,), ((check,) for check in checks), watch)
     report("done", total, worst)
     if alone is not None and network is not None:
-        alone = replace(alone, flags=(_strength(network, alone, run, batch_size),) if flags else ())
+        alone = replace(alone, flags=(strength(network, alone, run, batch_size),) if flags else ())
     if flags:
         raised += [remark_flag(*one) for one in run.remarks.items()]
     found = Evaluation(
@@ -268,15 +268,6 @@ def evaluate(
 
 def _answer(context: FlagContext, check: Check) -> Flag:
     return check(context)
-
-
-@torch.no_grad()
-def _strength(network: nn.Module, alone: Evaluation, run: Attacked, batch_size: int) -> Flag:
-    near = run.found if run.is_value else run.found & (run.distances <= run.threat.eps)
-    rows = near.nonzero()[:, 0]
-    parts = run.inputs[rows].to(run.x.device).split(batch_size) if len(rows) else ()
-    outputs = [network(part).cpu() for part in parts] or [torch.empty(0)]
-    return strength(alone, torch.cat(outputs), run.y.cpu()[rows], rows)
 
 
 @torch.no_grad()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from otad.attacks import Attack, Knowledge
 from otad.attacks.needs import Setting
 from otad.baselines import Purified
+from otad.evaluate.protocol import Attacked
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation, Flag
 from otad.evaluate.suite import ATTACKS, suite
 from otad.model.otad import OTAD
@@ -62,17 +63,20 @@ def attacks_alone(
 
 
 @torch.no_grad()
-def strength(alone: Evaluation, outputs: Tensor, y: Tensor, rows: Tensor) -> Flag:
-    """Check whether the attacks on the network missed what adversarial examples of the defended
-    model do to it: its `outputs` there, within eps of the examples `rows` (m,) with answers y
-    (m,)."""
+def strength(network: nn.Module, alone: Evaluation, run: Attacked, batch_size: int) -> Flag:
+    """Check whether the attacks on the network `alone` missed what adversarial examples of the
+    defended model, which a `run` of attacks found within eps, do to it."""
     meaning = (
         "Adversarial examples of the defended model are tried on the network. If they break it "
         "where its own attacks failed, these were too weak, and the gain is larger than shown."
     )
+    near = run.found if run.is_value else run.found & (run.distances <= run.threat.eps)
+    rows = near.nonzero()[:, 0]
     if not len(rows):
         unknown = "This check gives no information. Do not read it as PASS."
         return Flag(STRENGTH, NOT_RUN, "no adversarial example was found", meaning, unknown)
+    parts = run.inputs[rows].to(run.x.device).split(batch_size)
+    outputs, y = torch.cat([network(part).cpu() for part in parts]), run.y.cpu()[rows]
     if alone.task == "regression":
         known = torch.tensor(alone.worst_errors(), dtype=torch.float64)[rows]
         worse = squared_errors(outputs, y).sqrt() > ALLOWED_EXCESS * known
