@@ -31,7 +31,7 @@ from otad.experiments.experiment import read_experiment
 from otad.experiments.probe import time_steps
 from otad.experiments.records import AttackedScore, RowRecord
 from otad.experiments.rows import (
-    Subject,
+    RowContext,
     attack_row,
     ball_of,
     certified_scores,
@@ -82,7 +82,7 @@ MODELS: dict[str, Callable[[OTAD], nn.Module]] = {
 
 def measured(model: OTAD, data: Dataset, method: str = "otad", **settings: Any) -> RowRecord:
     row, predictor = RowSpec("one", method, **settings), MODELS[method](model)  # type: ignore[arg-type]
-    return measure_row(row, Subject(predictor, model.backbone, data, 0, Mock()), None)
+    return measure_row(row, RowContext(predictor, model.backbone, data, 0, Mock()), None)
 
 
 def test_score_and_account_are_those_of_the_model(model: OTAD) -> None:
@@ -114,7 +114,7 @@ def test_local_lipschitz_is_of_the_features(model: OTAD) -> None:
 
 
 def test_regularity_is_that_of_the_bank(model: OTAD) -> None:
-    found = measure_regularity(Subject(model, model.backbone, WINE, 0, Mock()))
+    found = measure_regularity(RowContext(model, model.backbone, WINE, 0, Mock()))
     assert found.energy is not None
     assert found.least_smoothness is not None
     energy = transport_energy(model.backbone, WINE.train_x).double()
@@ -145,8 +145,8 @@ def spec(name: str, **settings: Any) -> AttackSpec:
 
 
 def under(spec: AttackSpec, method: str, model: OTAD, data: Dataset) -> AttackedScore:
-    subject = Subject(MODELS[method](model), model.backbone, data, SEED, Mock())
-    return attack_row(spec, subject, None)
+    context = RowContext(MODELS[method](model), model.backbone, data, SEED, Mock())
+    return attack_row(spec, context, None)
 
 
 def points(data: Dataset) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from otad.evaluate.records import CERTIFICATE_CHECK, FAIL, Evaluation, Flag
 from otad.report import evaluation_report as module
 from otad.report import plots
 from otad.report.evaluation_report import evaluation_report
-from otad.report.examples import Subject, spread
+from otad.report.examples import ReportContext, spread
 from otad.report.formatting import scientific
 from otad.report.page import Picture, Pictures, Section, Text
 from otad.report.verdict import verdict
@@ -151,10 +151,10 @@ def test_images_of_eps_are_moved_that_far(attacked: Attacked) -> None:
     pictures = section(attacked.report, "threat").blocks[-1]
     assert isinstance(pictures, Pictures)
     assert pictures.columns == ["example", "attacked", "random", "random"]
-    subject = Subject(attacked.evaluation, **attacked.known)
-    adversarial, x = subject.adversarial, subject.x
+    context = ReportContext(attacked.evaluation, **attacked.known)
+    adversarial, x = context.adversarial, context.x
     assert adversarial is not None
-    ball = subject.ball(x.shape[1:])
+    ball = context.ball(x.shape[1:])
     clean = x[adversarial.rows]
     chosen = spread(ball.distance(adversarial.inputs, clean), 1.0, 3)
     with torch.no_grad():
@@ -270,7 +270,9 @@ def test_flags_solver_and_certificate_are_reported() -> None:
 
 def test_wrong_proofs_and_infinite_radii_are_reported(tmp_path: Path) -> None:
     wrong = with_radii((0.41, *[0.0] * 9))  # row 0 was broken at 0.4
-    assert "1 adversarial examples are INSIDE" in str(module.certificate_section(Subject(wrong)))
+    assert "1 adversarial examples are INSIDE" in str(
+        module.certificate_section(ReportContext(wrong))
+    )
     infinite = with_radii((0.1, 0.2, 0.3, 1.1, *[math.inf] * 6))
     infinite.write(tmp_path / "record.json")
     assert Evaluation.read(tmp_path / "record.json").certificate == infinite.certificate
@@ -278,7 +280,7 @@ def test_wrong_proofs_and_infinite_radii_are_reported(tmp_path: Path) -> None:
     assert bars.get_xlabel() == "certified radius, 5 more are infinite"
     assert np.isfinite([*bars.get_xlim(), *rows.get_ylim()]).all()
     assert np.isfinite(rows.lines[0].get_ydata()).all()
-    _, table, _ = module.certificate_section(Subject(infinite)).blocks
+    _, table, _ = module.certificate_section(ReportContext(infinite)).blocks
     assert "infinite" in {row[-1] for row in table.rows}
 
 
@@ -348,8 +350,8 @@ def test_abstentions_of_a_regressor_are_reported() -> None:
 
 @pytest.mark.usefixtures("brief_reports")
 def test_a_new_section_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    def size_section(subject: Subject) -> Section:
-        return Section("size", "Size", f"n = {subject.evaluation.n}", [Text("all of them")])
+    def size_section(context: ReportContext) -> Section:
+        return Section("size", "Size", f"n = {context.evaluation.n}", [Text("all of them")])
 
     monkeypatch.setattr(module, "SECTIONS", [*module.SECTIONS, size_section])
     report = evaluation_report(by_hand())

@@ -32,7 +32,7 @@ from otad.workers import Workers, working
 VERSION = 1  # raise it when the same attack on the same batch would be reported differently
 HALVINGS = 8  # of the way back to the example: distances are exact to 1/256
 
-Described = tuple[Attack, str, dict[str, Any], Path | None]  # version, settings, saved where
+PreparedAttack = tuple[Attack, str, dict[str, Any], Path | None]  # version, settings, saved where
 
 
 @torch.inference_mode(False)  # gradients, whatever mode the caller is in
@@ -106,7 +106,7 @@ class Attacked:
         self.clean_errors = tuple(self.gains.tolist()) if self.is_value else ()
         self.distances = torch.zeros(len(x), dtype=torch.float64)
         self.distances[self.right] = math.inf
-        self._subject = Subject(model, x, y, seed, self.strongest)
+        self._context = BatchContext(model, x, y, seed, self.strongest)
         self.inputs, self.found = x.cpu().clone(), torch.zeros(len(x), dtype=torch.bool)
         self.records: list[AttackRecord] = []
         self.remarks: dict[str, dict[str, None]] = {}  # a set that is ordered
@@ -124,7 +124,7 @@ class Attacked:
     def worst(self, eps: float) -> float:
         return float((self.gains if self.is_value else (self.distances > eps).double()).mean())
 
-    def described(self, attack: Attack) -> Described:
+    def described(self, attack: Attack) -> PreparedAttack:
         """Return the version and settings of an attack, before it runs and may note something about
         itself, and where its batches are saved: nowhere if they could be confused with those of
         another model or attack."""
@@ -137,7 +137,7 @@ class Attacked:
         return attack, version, settings, None if unknown else self._folder
 
     def batches(
-        self, described: Described, eps: float, rows: Tensor, workers: Workers
+        self, described: PreparedAttack, eps: float, rows: Tensor, workers: Workers
     ) -> Iterator[int]:
         """One attack at one eps: yields, at first and after each batch, how many are done."""
         attack, version, settings, folder = described
@@ -160,7 +160,7 @@ class Attacked:
             yield len(parts)
         tasks = ((ball, batches[number], number) for number in paths)
         missing = tuple(paths)
-        for place, part in workers.run(attack_batch, (self._subject, attack), tasks):
+        for place, part in workers.run(attack_batch, (self._context, attack), tasks):
             number = missing[place]
             if (path := paths[number]) is not None:
                 part.write(path)
@@ -190,7 +190,7 @@ class Attacked:
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class BatchContext:
     """What every batch needs: see `Attacked`."""
 
     model: nn.Module
@@ -201,18 +201,20 @@ class Subject:
 
 
 @torch.inference_mode(False)
-def attack_batch(subject: Subject, attack: Attack, ball: LpBall, rows: Tensor, number: int) -> Part:
+def attack_batch(
+    context: BatchContext, attack: Attack, ball: LpBall, rows: Tensor, number: int
+) -> Part:
     """Attack some rows (m,) of the examples, in any process: its randomness depends on the seed,
     the attack, the eps and the number of the batch."""
     started = time.perf_counter()
-    model, is_value = subject.model, subject.y.is_floating_point()
-    generator = generator_for(subject.seed, attack.name, repr(ball.eps), number)
-    x, y = (part[rows.to(part.device)] for part in (subject.x, subject.y))
+    model, is_value = context.model, context.y.is_floating_point()
+    generator = generator_for(context.seed, attack.name, repr(ball.eps), number)
+    x, y = (part[rows.to(part.device)] for part in (context.x, context.y))
     result = attack(model, x, y, ball, generator=generator)
     broken = torch.zeros_like(result.broken) if is_value else result.broken
     inputs, abstained = result.inputs.clone(), result.abstained.clone()
     distance, forwards = result.distance.clone(), int(result.forwards.sum())
-    if not subject.strongest and bool(broken.any()):
+    if not context.strongest and bool(broken.any()):
         target = Target(model, y[broken])
         with seeded(model, generator), uncaptured():  # the model itself is the judge
             nearest = shorten(target, x[broken], inputs[broken], ball)
@@ -233,7 +235,7 @@ def attack_batch(subject: Subject, attack: Attack, ball: LpBall, rows: Tensor, n
     remarks = tuple(str(remark) for remark in getattr(attack, "remarks", ()))
     if bool(result.blind.any()):
         remarks += (blindness(result.blind),)
-    shown = torch.ones_like(broken) if subject.strongest else broken
+    shown = torch.ones_like(broken) if context.strongest else broken
     return Part(findings, remarks, gains[shown.cpu()], inputs[shown].cpu())
 
 

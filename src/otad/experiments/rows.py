@@ -37,7 +37,7 @@ BATCH = 1000
 VIOLATION_ROWS = 10_000
 
 
-class Subject(NamedTuple):
+class RowContext(NamedTuple):
     """What is measured: a row's model over the net `backbone`, on a data set."""
 
     model: nn.Module
@@ -68,7 +68,7 @@ def batches_of(x: Tensor, device: torch.device, report: Counter) -> Iterator[Ten
         report(min(start + BATCH, len(x)), len(x))
 
 
-def right_under_attack(of: Subject, adversary: Adversary) -> Tensor:
+def right_under_attack(of: RowContext, adversary: Adversary) -> Tensor:
     """Which train points (N,) a net gets right before and after an adversary perturbs them."""
     net, ball, right = of.backbone, adversary.ball(of.backbone), []
     generator = torch.Generator().manual_seed(of.seed)
@@ -81,7 +81,7 @@ def right_under_attack(of: Subject, adversary: Adversary) -> Tensor:
     return torch.cat(right)
 
 
-def measure_row(row: RowSpec, of: Subject, potential: PotentialRecord | None) -> RowRecord:
+def measure_row(row: RowSpec, of: RowContext, potential: PotentialRecord | None) -> RowRecord:
     """The score of a row's model on the test part, without attacks."""
     started = time.perf_counter()
     model, backbone, data = of.model, of.backbone, of.data
@@ -146,7 +146,7 @@ def certified_scores(
     return {name_of(radius): share_score(count, len(x)) for radius, count in counts.items()}
 
 
-def measure_regularity(of: Subject) -> Regularity:
+def measure_regularity(of: RowContext) -> Regularity:
     started, model = time.perf_counter(), of.model
     assert isinstance(model, OTAD)
     rows = points_of(len(model.bank_inputs), VIOLATION_ROWS, of.seed)
@@ -181,7 +181,7 @@ def make_attacks(
     return attacks
 
 
-def attack_row(spec: AttackSpec, of: Subject, train_x: Tensor | None) -> AttackedScore:
+def attack_row(spec: AttackSpec, of: RowContext, train_x: Tensor | None) -> AttackedScore:
     """The worst case over the attacks of `spec` on a row's model."""
     started, device = time.perf_counter(), of.backbone.mean.device
     chosen = points_of(len(of.data.test_x), spec.points, of.seed)

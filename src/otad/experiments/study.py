@@ -253,7 +253,7 @@ class Study:
         spec, source = self.experiment.nets[net], self.source(self.experiment.nets[net].data)
         adversary = cast(Adversary, config_of(TrainConfig, spec.settings).adversary)
         with self.timed(f"train points that {net} gets right") as report:
-            of = measuring.Subject(
+            of = measuring.RowContext(
                 model := self.net(net).net, model, source.data, self.seed, report
             )
             return measuring.right_under_attack(of, adversary)
@@ -353,7 +353,7 @@ class Study:
 
         def measure(report: Counter) -> records.RowRecord:
             found = self.potential(key)
-            return measuring.measure_row(row, self._subject(key, report), found and found[1])
+            return measuring.measure_row(row, self._context(key, report), found and found[1])
 
         identity = [self.identity(key), row.certify, row.lipschitz]
         return self.part(key, records.RowRecord, identity, measure)
@@ -365,7 +365,7 @@ class Study:
         identity = [self.identity(key), spec, PROTOCOL_VERSION, versions]
 
         def measure(report: Counter) -> records.AttackedScore:
-            return measuring.attack_row(spec, self._subject(key, report), self.train_inputs(row))
+            return measuring.attack_row(spec, self._context(key, report), self.train_inputs(row))
 
         return self.part(f"{key}: {name}", records.AttackedScore, identity, measure)
 
@@ -378,15 +378,15 @@ class Study:
             return None
 
         def measure(report: Counter) -> records.Regularity:
-            return measuring.measure_regularity(self._subject(keys[0], report))
+            return measuring.measure_regularity(self._context(keys[0], report))
 
         name = f"regularity of {net}"
         return self.part(name, records.Regularity, self.identity(keys[0]), measure)
 
-    def _subject(self, key: str, report: Counter) -> measuring.Subject:
+    def _context(self, key: str, report: Counter) -> measuring.RowContext:
         row, model = self.experiment.rows[key], self.model(key)
         net, data = self.net(row.net).net, self.data(row)
-        return measuring.Subject(model, net, data, self.seed, report)
+        return measuring.RowContext(model, net, data, self.seed, report)
 
     def part(
         self, label: str, kind: type[Part], identity: Any, measure: Callable[[Counter], Part]

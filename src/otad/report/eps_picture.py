@@ -6,23 +6,23 @@ import torch
 from torch import Tensor
 
 from otad.report import plots
-from otad.report.examples import Subject, outputs_of, spread
+from otad.report.examples import ReportContext, outputs_of, spread
 from otad.report.page import Block, Picture, Pictures
 from otad.report.plots import pixels_uri, plot_uri
 
 N_SHOWN, N_BARS = 3, 6
 
 
-def eps_blocks(subject: Subject) -> list[Block]:
+def eps_blocks(context: ReportContext) -> list[Block]:
     """Show a few examples, and the same examples changed by the headline eps; nothing if they are
     not known."""
-    evaluation, x = subject.evaluation, subject.x
+    evaluation, x = context.evaluation, context.x
     if x is None or evaluation.headline_eps == 0:
         return []
-    ball = subject.ball(x.shape[1:])
+    ball = context.ball(x.shape[1:])
     rows, aims = torch.arange(min(N_SHOWN, len(x))), None
-    if subject.adversarial is not None and len(subject.adversarial.rows):
-        found, clean = subject.adversarial, x.cpu()[subject.adversarial.rows.cpu()]
+    if context.adversarial is not None and len(context.adversarial.rows):
+        found, clean = context.adversarial, x.cpu()[context.adversarial.rows.cpu()]
         chosen = spread(ball.distance(found.inputs.cpu(), clean), ball.eps, N_SHOWN)
         rows, aims = found.rows.cpu()[chosen], found.inputs.cpu()[chosen]
     before = x.cpu()[rows]
@@ -38,32 +38,34 @@ def eps_blocks(subject: Subject) -> list[Block]:
     note = f"What {ball.norm} {ball.eps:g} looks like: {len(before)} examples, each changed that "
     note += "much by an attack and at random" if aims is not None else "much at random"
     return [
-        _images(subject, before, moved, note) if is_image else _bars(subject, before, moved, note)
+        _images(context, before, moved, note) if is_image else _bars(context, before, moved, note)
     ]
 
 
 def _images(
-    subject: Subject, before: Tensor, moved: list[tuple[str, Tensor]], note: str
+    context: ReportContext, before: Tensor, moved: list[tuple[str, Tensor]], note: str
 ) -> Pictures:
-    bounds = subject.evaluation.threat.get("bounds") or torch.aminmax(before)
+    bounds = context.evaluation.threat.get("bounds") or torch.aminmax(before)
     low, high = map(float, bounds)
     columns = [("example", before), *moved]
     cells = []
     for _, inputs in columns:
         captions = [""] * len(inputs)
-        if subject.model is not None:
-            answers = outputs_of(subject.model, inputs)
-            captions = [f"answer: {subject.name_of(one)}" for one in answers]
+        if context.model is not None:
+            answers = outputs_of(context.model, inputs)
+            captions = [f"answer: {context.name_of(one)}" for one in answers]
         uris = [pixels_uri(one, (low, high)) for one in inputs]
         cells.append(list(zip(uris, captions, strict=True)))
     rows = [list(row) for row in zip(*cells, strict=True)]
     return Pictures([name for name, _ in columns], rows, f"{note}, as far as pixels allow it.")
 
 
-def _bars(subject: Subject, before: Tensor, moved: list[tuple[str, Tensor]], note: str) -> Picture:
-    ball = subject.ball(before.shape[1:])
+def _bars(
+    context: ReportContext, before: Tensor, moved: list[tuple[str, Tensor]], note: str
+) -> Picture:
+    ball = context.ball(before.shape[1:])
     unit = 1 if ball.scale is None else ball.scale
-    names = subject.feature_names or [f"feature {k}" for k in range(before[0].numel())]
+    names = context.feature_names or [f"feature {k}" for k in range(before[0].numel())]
     changes = {name: ((inputs - before) / unit).flatten(1) for name, inputs in moved}
     named = ball.unit_name or "the unit of each feature"
     measured = "" if ball.scale is None else f", in {named}"

@@ -15,7 +15,7 @@ from otad.evaluate.identity import MAJORITY
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, AttackRecord, CertificateRecord, Evaluation
 from otad.report import plots
 from otad.report.eps_picture import eps_blocks
-from otad.report.examples import Subject, examples_section
+from otad.report.examples import ReportContext, examples_section
 from otad.report.formatting import Cell, as_text, duration, flat, interval, threads
 from otad.report.model_report import TITLES, account_blocks
 from otad.report.page import Block, Facts, Flags, Picture, Report, Section, Table, Text
@@ -38,9 +38,9 @@ def evaluation_report(
     **known: Any,
 ) -> Report:
     """Return the report of an evaluation. The verdict calls the examples `examples`. With the model
-    and the inputs (`known`, see `Subject`), the report also shows some of them."""
-    subject = Subject(evaluation, **known)
-    sections = [section for make in SECTIONS if (section := make(subject)) is not None]
+    and the inputs (`known`, see `ReportContext`), the report also shows some of them."""
+    context = ReportContext(evaluation, **known)
+    sections = [section for make in SECTIONS if (section := make(context)) is not None]
     subtitle = "The worst case found by many attacks, what is proved, and which checks fail."
     here = evaluation.environment
     version = here.versions.get("otad") or "from source"
@@ -49,12 +49,12 @@ def evaluation_report(
     return Report(title, subtitle, headline(evaluation), sections, footer, opening)
 
 
-def threat_section(subject: Subject) -> Section:
-    evaluation, threat = subject.evaluation, subject.evaluation.threat
+def threat_section(context: ReportContext) -> Section:
+    evaluation, threat = context.evaluation, context.evaluation.threat
     norm, eps, size = str(threat["norm"]), evaluation.headline_eps, f"{evaluation.headline_eps:g}"
-    if norm == "l2" and subject.x is not None:
-        flat = subject.x[:1].flatten(1)
-        n = len(subject.ball(torch.Size([-1])).without_groups(flat).free_features(flat))
+    if norm == "l2" and context.x is not None:
+        flat = context.x[:1].flatten(1)
+        n = len(context.ball(torch.Size([-1])).without_groups(flat).free_features(flat))
         if n:  # features that may change by any amount
             each = f"{eps / math.sqrt(n):.3g} for each of {n:,} features"
             size += f", that is {each} if spread evenly"
@@ -67,7 +67,7 @@ def threat_section(subject: Subject) -> Section:
     if mutable := threat.get("mutable"):
         changed = f"{sum(mutable):,} of {len(mutable):,} features"
     if groups := threat.get("groups"):
-        columns, most = sum(map(len, groups)), subject.ball(torch.Size([-1])).n_switches
+        columns, most = sum(map(len, groups)), context.ball(torch.Size([-1])).n_switches
         switch = f"switch as a whole, up to {most} of them" if most else "cannot switch"
         changed += f"; {len(groups)} categories ({columns} columns) {switch}"
     facts = {
@@ -80,11 +80,11 @@ def threat_section(subject: Subject) -> Section:
         "examples": f"{evaluation.n:,}, seed {evaluation.seed}",
     }
     lead = "What the attacker may do and knows. All numbers hold for this threat model only."
-    return Section("threat", "Threat model", lead, [Facts(facts), *eps_blocks(subject)])
+    return Section("threat", "Threat model", lead, [Facts(facts), *eps_blocks(context)])
 
 
-def curves_section(subject: Subject) -> Section:
-    evaluation = subject.evaluation
+def curves_section(context: ReportContext) -> Section:
+    evaluation = context.evaluation
     caption = "A thin line counts its attack alone: each attack was run on all examples."
     if skips_broken(evaluation):
         caption = (
@@ -150,8 +150,8 @@ def _error_section(evaluation: Evaluation, caption: str) -> Section:
     return Section("curves", "Error against eps", lead, [picture, table])
 
 
-def flags_section(subject: Subject) -> Section:
-    flags = subject.evaluation.checks
+def flags_section(context: ReportContext) -> Section:
+    flags = context.evaluation.checks
     lead = "No check fails. The checks look for signs that the attacks were too weak."
     if not flags:
         lead = "No check was run, so the numbers may be too good to be true."
@@ -164,8 +164,8 @@ def flags_section(subject: Subject) -> Section:
     return Section("flags", "Can the numbers be trusted?", lead, [Flags(shown)] if shown else [])
 
 
-def attacks_section(subject: Subject) -> Section:
-    evaluation = subject.evaluation
+def attacks_section(context: ReportContext) -> Section:
+    evaluation = context.evaluation
     blocks: list[Block] = []
     headline = [it for it in evaluation.attacks if it.eps == evaluation.headline_eps]
     others = [it for it in evaluation.attacks if it.eps != evaluation.headline_eps]
@@ -227,8 +227,8 @@ def _accuracy_after(evaluation: Evaluation, record: AttackRecord) -> Score:
     return replace(evaluation, attacks=ran).worst_case(record.eps)
 
 
-def clean_section(subject: Subject) -> Section:
-    evaluation, clean = subject.evaluation, subject.evaluation.clean
+def clean_section(context: ReportContext) -> Section:
+    evaluation, clean = context.evaluation, context.evaluation.clean
     titles = dict(TITLES)
     if evaluation.task == "regression":
         titles[MAJORITY] = "mean value of the same neighbors"
@@ -248,8 +248,8 @@ def clean_section(subject: Subject) -> Section:
     )
 
 
-def certificate_section(subject: Subject) -> Section:
-    evaluation, certificate = subject.evaluation, subject.evaluation.certificate
+def certificate_section(context: ReportContext) -> Section:
+    evaluation, certificate = context.evaluation, context.evaluation.certificate
     title, eps = "What is proved", f"{evaluation.headline_eps:g}"
     if certificate is None:
         reason = evaluation.missing.get("certificate", "no certificate was computed")
@@ -293,16 +293,16 @@ def _radii(evaluation: Evaluation, certificate: CertificateRecord) -> list[Block
     return [picture, Table(("rule", "examples", "median radius", "largest"), rows)]
 
 
-def solver_section(subject: Subject) -> Section | None:
-    account, n = subject.evaluation.solver, subject.evaluation.n
+def solver_section(context: ReportContext) -> Section | None:
+    account, n = context.evaluation.solver, context.evaluation.n
     if account is None:
         return None
     title, lead = "How the solver found its answers", f"On the {n:,} examples without attack."
     return Section("solver", title, lead, account_blocks(account, n))
 
 
-def cost_section(subject: Subject) -> Section:
-    evaluation, here = subject.evaluation, subject.evaluation.environment
+def cost_section(context: ReportContext) -> Section:
+    evaluation, here = context.evaluation, context.evaluation.environment
     attacks = sum(record.seconds for record in evaluation.attacks)
     proofs = 0.0 if evaluation.certificate is None else evaluation.certificate.seconds
     alone = 0.0 if evaluation.undefended is None else evaluation.undefended.seconds
@@ -323,8 +323,8 @@ def cost_section(subject: Subject) -> Section:
     return Section("attack-cost", "Cost of the evaluation", lead, blocks)
 
 
-def repeat_section(subject: Subject) -> Section:
-    evaluation, here = subject.evaluation, subject.evaluation.environment
+def repeat_section(context: ReportContext) -> Section:
+    evaluation, here = context.evaluation, context.evaluation.environment
     versions = [f"{name} {version}" for name, version in here.versions.items() if version]
     facts = {
         "started": here.started,
@@ -353,7 +353,7 @@ def repeat_section(subject: Subject) -> Section:
     return Section("repeat", "How to repeat it", lead, blocks)
 
 
-SECTIONS: list[Callable[[Subject], Section | None]] = [
+SECTIONS: list[Callable[[ReportContext], Section | None]] = [
     threat_section, curves_section, flags_section, attacks_section, clean_section,
     examples_section, certificate_section, solver_section, cost_section, repeat_section,
 ]  # fmt: skip

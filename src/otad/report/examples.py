@@ -90,7 +90,7 @@ class Adversarial(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class ReportContext:
     """An evaluation and, where known, what shows its examples: the `model`, examples `x` (n,*) with
     targets `y` (n,), and the `adversarial` ones found. `classes` and `feature_names` replace
     numbers; `train_x`: see `otad.explain`."""
@@ -128,14 +128,14 @@ class Subject:
         return str(label if self.classes is None else self.classes[label])
 
 
-def examples_section(subject: Subject) -> Section | None:
+def examples_section(context: ReportContext) -> Section | None:
     """Images as cards with the input before, after and the change; other inputs as tables."""
-    model, x, y, adversarial = subject.model, subject.x, subject.y, subject.adversarial
+    model, x, y, adversarial = context.model, context.x, context.y, context.adversarial
     if model is None or x is None or y is None or adversarial is None:
         return None
-    evaluation, rows = subject.evaluation, adversarial.rows.cpu()
+    evaluation, rows = context.evaluation, adversarial.rows.cpu()
     clean, changed = x.cpu()[rows], adversarial.inputs.cpu()
-    distances = subject.ball(x.shape[1:]).distance(changed, clean)
+    distances = context.ball(x.shape[1:]).distance(changed, clean)
     shown = spread(distances, evaluation.headline_eps, N_ADVERSARIAL) if len(rows) else []
     if not shown:
         return Section("examples", "Adversarial examples", "No adversarial example was found.", [])
@@ -143,7 +143,7 @@ def examples_section(subject: Subject) -> Section | None:
     names = [f"Example {known[row]}: {finder_of(evaluation, row)}" for row in rows[shown].tolist()]
     lengths = distances[shown].tolist()
     titles = [f"{name}, distance {it:.3g}" for name, it in zip(names, lengths, strict=True)]
-    truths = [subject.name_of(truth) for truth in y.cpu()[rows[shown]]]
+    truths = [context.name_of(truth) for truth in y.cpu()[rows[shown]]]
     found = clean[shown], changed[shown], truths, titles
     is_image = x.dim() == 4 and x.shape[1] in (1, 3)
     has_cards = is_image and evaluation.task == "classification"
@@ -156,7 +156,7 @@ def examples_section(subject: Subject) -> Section | None:
         )
         if has_cards:
             lead += " Below each input are the points of most weight, green if the class is right."
-    return Section("examples", "Adversarial examples", lead, show(subject, model, found))
+    return Section("examples", "Adversarial examples", lead, show(context, model, found))
 
 
 def spread(distances: Tensor, eps: float, count: int) -> list[int]:
@@ -175,18 +175,18 @@ def finder_of(evaluation: Evaluation, row: int) -> str:
     return "attacked" if nearest is None else nearest.attack
 
 
-def _cards(subject: Subject, model: nn.Module, shown: Shown) -> list[Block]:
+def _cards(context: ReportContext, model: nn.Module, shown: Shown) -> list[Block]:
     clean, changed, truths, titles = shown
-    low, high = map(float, subject.evaluation.threat.get("bounds") or torch.aminmax(clean))
+    low, high = map(float, context.evaluation.threat.get("bounds") or torch.aminmax(clean))
 
     def cases(inputs: Tensor) -> Iterator[Case]:
         if isinstance(model, OTAD):
             on_device = inputs.to(model.backbone.mean)
-            found = explain(model, on_device, classes=subject.classes, train_x=subject.train_x)
+            found = explain(model, on_device, classes=context.classes, train_x=context.train_x)
             yield from (make_case(*it, by_truth=True) for it in zip(found, truths, strict=True))
             return
         for image, logits, truth in zip(inputs, outputs_of(model, inputs), truths, strict=True):
-            answer = subject.name_of(logits)
+            answer = context.name_of(logits)
             certainty = "" if answer == NO_ANSWER else f"{float(logits.softmax(0).max()):.1%}"
             yield Case(pixels_uri(image, (low, high)), answer, truth, certainty)
 
@@ -200,22 +200,22 @@ def _cards(subject: Subject, model: nn.Module, shown: Shown) -> list[Block]:
     return blocks
 
 
-def _feature_tables(subject: Subject, model: nn.Module, shown: Shown) -> list[Block]:
+def _feature_tables(context: ReportContext, model: nn.Module, shown: Shown) -> list[Block]:
     """The answers, and the features with the largest changes in the units of the threat model."""
     clean, changed, truths, titles = shown
-    ball = subject.ball(clean.shape[1:])
+    ball = context.ball(clean.shape[1:])
     scale = ball.scale
     head = ["", "before", "attacked", "change"]
     if scale is not None:
         head += ["unit", f"change in {ball.unit_name or 'units'}"]
     before, after = outputs_of(model, clean), outputs_of(model, changed)
-    names = subject.feature_names or [f"feature {k}" for k in range(clean[0].numel())]
+    names = context.feature_names or [f"feature {k}" for k in range(clean[0].numel())]
     blocks: list[Block] = []
     for row, title in enumerate(titles):
         old, new = clean[row].flatten(), changed[row].flatten()
         change = (new - old) / (1 if scale is None else scale.flatten())
         order = change.abs().argsort(descending=True)[:N_FEATURES].tolist()
-        answers = (subject.name_of(outputs[row]) for outputs in (before, after))
+        answers = (context.name_of(outputs[row]) for outputs in (before, after))
         rows = [("answer", *answers, *[""] * (len(head) - 3))]
         for k in order:
             cells = [names[k], f"{old[k]:.4g}", f"{new[k]:.4g}", f"{new[k] - old[k]:+.3g}"]
