@@ -325,9 +325,15 @@ def write_binary(root: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def short_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("otad.data.images.ROWS_OF_FILE", ROWS)
+
+
+@pytest.mark.usefixtures("short_files")
 def test_cifar_rows_arrive_in_the_official_order_gzipped_or_not(tmp_path: Path) -> None:
     folder = write_binary(tmp_path)
-    dataset = load("cifar10", tmp_path, rows_per_file=ROWS)
+    dataset = load("cifar10", tmp_path)
     assert (len(dataset.train_x), len(dataset.test_x)) == (5 * ROWS, ROWS)
     second = CIFAR[1]
     assert dataset.train_y[ROWS : 2 * ROWS].tolist() == second[:, 0].tolist()
@@ -337,27 +343,32 @@ def test_cifar_rows_arrive_in_the_official_order_gzipped_or_not(tmp_path: Path) 
         path = folder / f"{name}.bin"
         path.with_name(f"{name}.bin.gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
-        packed = load("cifar10", tmp_path, rows_per_file=ROWS)
+        packed = load("cifar10", tmp_path)
         assert packed.fingerprint() == dataset.fingerprint()
     (folder / "test_batch.bin.gz").write_bytes(b"no gzip")
     with pytest.raises(InputError, match=r"test_batch.bin.gz: .*gzip"):
-        load("cifar10", tmp_path, rows_per_file=ROWS)
+        load("cifar10", tmp_path)
 
 
-def test_refusals_of_the_binary_version(tmp_path: Path) -> None:
-    path = write_binary(tmp_path) / "data_batch_3.bin"
+def test_a_file_of_the_binary_version_has_all_its_images(tmp_path: Path) -> None:
+    write_binary(tmp_path)
     with pytest.raises(InputError, match="10000 images, got 12292"):
         load("cifar10", tmp_path)
+
+
+@pytest.mark.usefixtures("short_files")
+def test_refusals_of_the_binary_version(tmp_path: Path) -> None:
+    path = write_binary(tmp_path) / "data_batch_3.bin"
     data = path.read_bytes()
     path.write_bytes(data[:-1])
     with pytest.raises(InputError, match=r"data_batch_3.bin: .*12292 bytes.*got 12291"):
-        load("cifar10", tmp_path, rows_per_file=ROWS)
+        load("cifar10", tmp_path)
     path.write_bytes(b"\x0a" + data[1:])
     with pytest.raises(InputError, match=r"\[0, 9\], got \[0, 10\]"):
-        load("cifar10", tmp_path, rows_per_file=ROWS)
+        load("cifar10", tmp_path)
     path.unlink()
     with pytest.raises(MissingDataError, match=r"data_batch_3.bin"):
-        load("cifar10", tmp_path, rows_per_file=ROWS)
+        load("cifar10", tmp_path)
 
 
 def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
@@ -369,8 +380,8 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path) -> None:
     with pytest.raises(MissingDataError, match=r"(?s)a pickle.*cifar-10-binary.tar.gz"):
         load("cifar10", tmp_path)
     (write_binary(tmp_path) / "data_batch_1.bin").write_bytes(data)
-    with pytest.raises(InputError, match="12292 bytes"):
-        load("cifar10", tmp_path, rows_per_file=ROWS)
+    with pytest.raises(InputError, match="30730000 bytes"):
+        load("cifar10", tmp_path)
     assert not trap.exists()
     pickle.loads(data)  # the trap is a real one
     assert trap.exists()

@@ -34,6 +34,7 @@ CIFAR_CLASSES = (
     "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
 )  # fmt: skip
 _PIXELS = 3 * 32 * 32
+ROWS_OF_FILE = 10_000  # of the binary version of CIFAR-10
 Found = TypeVar("Found")
 
 
@@ -261,9 +262,8 @@ def read_idx(path: Path) -> Tensor:
     return torch.from_numpy(data.reshape(sizes).copy())
 
 
-def load_cifar10(root: Path, *, rows_per_file: int = 10_000, name: str, source: str) -> Dataset:
+def load_cifar10(root: Path, *, name: str, source: str) -> Dataset:
     """50,000 + 10,000 images (3, 32, 32) in the official order; the files may be gzipped."""
-    check_count(rows_per_file, "rows_per_file")
     folders = (root / "cifar-10-batches-bin", root / "cifar10", root)
     pickled = "The python version is not read: it is a pickle, which runs code"
     hint = pickled if (root / "cifar-10-batches-py").exists() else ""
@@ -273,10 +273,10 @@ def load_cifar10(root: Path, *, rows_per_file: int = 10_000, name: str, source: 
         for file in files:
             path = _find_packed(folders, f"{file}.bin", name, hint)
             content = np.frombuffer(_unpacked(path), dtype=np.uint8)  # label, then 3072 pixels
-            size = rows_per_file * (1 + _PIXELS)
-            expected = f"{size} bytes, {rows_per_file} images"
+            size = ROWS_OF_FILE * (1 + _PIXELS)
+            expected = f"{size} bytes, {ROWS_OF_FILE} images"
             require(content.size == size, str(path), expected, content.size)
-            rows.append(content.reshape(rows_per_file, 1 + _PIXELS))
+            rows.append(content.reshape(ROWS_OF_FILE, 1 + _PIXELS))
         data = torch.from_numpy(np.concatenate(rows))
         return data[:, 1:].reshape(-1, 3, 32, 32).float().div_(255), data[:, 0].long()
 
