@@ -120,7 +120,7 @@ class GroupedProduct:
         self.product = _product_of(scaled, radii, GROUP * self.groups, is_exact=scaled is points)
         self.order = tree_order(dim).to(points.device)
         self._radius, self._exponent = float(radii.max()), exponent
-        self._settings = math.nan, radii  # the error of a product, and the numbers made of it
+        self._settings: dict[float, Tensor] = {}  # for good, because CUDA graphs read them
 
     @staticmethod
     def covers(points: Tensor) -> bool:
@@ -166,12 +166,12 @@ class GroupedProduct:
     def _numbers(self, dim: int, device: torch.device) -> Tensor:
         """Return what bounds the error of a product beside |x| and 1, and the scale (5,)."""
         error = self.product.error()
-        if error != self._settings[0]:
+        if error not in self._settings:
             radius, flushed = self._radius, dim * 2.0**-120  # of numbers that float32 flushes to 0
             by_length = 2 * error * radius + flushed, error * radius**2 + flushed * (1 + radius)
             numbers = *by_length, 1e-12, 1 - 2e-12, 2.0**self._exponent
-            self._settings = error, torch.tensor(numbers, dtype=torch.float64, device=device)
-        return self._settings[1]
+            self._settings[error] = torch.tensor(numbers, dtype=torch.float64, device=device)
+        return self._settings[error]
 
 
 def padded(size: int) -> int:

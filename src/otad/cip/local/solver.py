@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -293,7 +293,7 @@ def solve_triton(
     return DualSolution(*found), outcome
 
 
-@lru_cache(maxsize=64)
+@cache  # for good, because a CUDA graph reads them where they are
 def _settings(*numbers: float, device: torch.device) -> Tensor:
     """Return numbers for a kernel in float64; plain arguments would be rounded to float32."""
     return torch.tensor(numbers, dtype=torch.float64, device=device)
