@@ -25,7 +25,7 @@ from otad.cip.local.potentials import closure  # noqa: E402
 from otad.cip.local.products import Products, products_of  # noqa: E402
 from otad.cip.local.relax import Relaxation  # noqa: E402
 from otad.cip.local.solve_torch import DualSolution, solve_torch  # noqa: E402
-from otad.cip.local.solver import solve_triton  # noqa: E402
+from otad.cip.local.solver import _settings, solve_triton  # noqa: E402
 from otad.cip.local.stream_triton import (  # noqa: E402
     padded_count,
     streamed_combination,
@@ -288,3 +288,11 @@ def test_wrong_values_are_found_by_the_kernels(wrong, count, generator, monkeypa
         ExactCip()(problem)
     with pytest.raises(InputError, match=message):
         problem.anchors_of(slice(0, 1))
+
+
+def test_settings_stay_where_a_graph_reads_them() -> None:
+    device = torch.device("cpu")
+    first = _settings(0.5, device=device)
+    for number in range(100):
+        _settings(float(number), device=device)
+    assert _settings(0.5, device=device) is first
