@@ -95,6 +95,31 @@ def test_forged_notes_are_refused(column: object, match: str) -> None:
     refuses(TableEncoding.of, notes, match=match)
 
 
+@pytest.mark.parametrize(
+    ("cells", "match"),
+    [
+        (["1,5", "-2,25", ",5"], r"column 'size': expected numbers with a decimal point.*'1,5'"),
+        (["1,234", "12 345,5", "1.234.567"], r"column 'size': expected numbers.*'1,234'"),
+        (["2020-01-31", "2020/2/1", "2020-02-01 12:30"], r"column 'size': expected dates as num"),
+        (["31.1.2020", "01/02/2020", None], r"column 'size': expected dates.*'31.1.2020'"),
+    ],
+)
+def test_numbers_in_another_style_and_dates_are_no_categories(
+    cells: list[str | None], match: str, tmp_path: Path
+) -> None:
+    pandas = pytest.importorskip("pandas")
+    lines = [f"{k},{'' if cell is None else cell};{k % 2}" for k, cell in enumerate(2 * cells)]
+    path = write(tmp_path / "a.csv", "size;target", *(line.split(",", 1)[1] for line in lines))
+    refuses(load_csv, path, "target", match=rf"a\.csv, {match}")
+    refuses(TableEncoding.of_frame, pandas.DataFrame({"size": cells}), match=match)
+
+
+def test_words_with_digits_and_lists_of_codes_are_categories() -> None:
+    for words in (["10-20", "20-30"], ["1,2,3", "1,3,4"], ["1,5", "big"], ["1.2.3", "2020-01"]):
+        (column,) = TableEncoding.fit({"size": words}, ["size"], [0]).columns
+        assert column.categories == tuple(words)
+
+
 def test_standardization_leaves_one_hot_columns(tmp_path: Path) -> None:
     from otad.data import Standardizer
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,17 @@ from otad.io.codec import from_plain, to_plain
 MOST_CATEGORIES = 100
 A_MISSING = "a missing cell"
 MISSING = ("", "na", "n/a", "nan", "null", "?")  # cells of a CSV file, in small letters
+
+# What a column of text must not hold: each value would become a category of its own.
+_DAY, _YEAR = r"\d{1,2}", r"\d{4}"
+_NO_TEXT = {
+    "numbers with a decimal point and without other marks": re.compile(
+        r"[+-]?(\d*,\d+|\d{1,3}([,.' ]\d{3})+([,.]\d+)?)"
+    ),
+    "dates as numbers, such as days since the first one": re.compile(
+        rf"({_YEAR}([-/.]){_DAY}\2{_DAY}|{_DAY}([-/.]){_DAY}\3{_YEAR})([ T].*)?"
+    ),
+}
 
 Cell = float | str | None  # None: missing
 Where = Callable[[str, int], str]
@@ -111,7 +123,9 @@ class TableEncoding:
             require(known, f"column {name!r}", "at least one cell that is not missing", "none")
             missing = len(known) < len(values)
             if name in texts:
-                categories = class_names([str(value) for value in known])
+                listed = [str(value) for value in known]
+                _refuse_numbers_and_dates(listed, f"column {name!r}")
+                categories = class_names(listed)
                 columns.append(Column(name, categories + ("",) * missing))
             elif not missing:
                 columns.append(Column(name))
@@ -218,6 +232,13 @@ def looks_like_text(cells: Sequence[Cell]) -> bool:
     numbers is an error, which is reported.)"""
     known = [cell for cell in cells if cell is not None]
     return 2 * sum(not math.isnan(number_in(cell)) for cell in known) < len(known)
+
+
+def _refuse_numbers_and_dates(texts: Sequence[str], where: str) -> None:
+    """Refuse a column of text if more than half of it are numbers in another style, or dates."""
+    for expected, pattern in _NO_TEXT.items():
+        found = [text for text in texts if pattern.fullmatch(text)]
+        require(2 * len(found) <= len(texts), where, expected, repr((found or [""])[0]))
 
 
 def is_mixed(table: Any) -> bool:
