@@ -95,6 +95,14 @@ def test_regression_records_errors_of_all_rows(tmp_path: Path) -> None:
     assert len(kept["rows"]) == len(x)
     assert L2(1.0).distance(kept["inputs"], x) == pytest.approx([0.3] * len(x), abs=1e-6)
     refuses(record.worst_case, match=r"accuracy.*regression")
+    refuses(record.worst_errors, 0.7, match=r"eps: expected 0 to 0.6, .*attacked, got 0.7")
+
+
+def test_nothing_is_said_about_an_eps_beyond_those_that_were_attacked() -> None:
+    record = run_plane(eps=(0.1, 0.4))
+    for call in (record.worst_case, lambda eps: record.accuracy_under(None, eps)):
+        refuses(call, 0.41, match=r"eps: expected 0 to 0.4, .*attacked, got 0.41")
+        refuses(call, math.nan, match=r"eps: expected 0 to 0.4, .*attacked, got nan")
 
 
 def test_otad_is_compared_with_its_relatives_and_accounts_for_its_solver() -> None:

@@ -285,13 +285,13 @@ class Evaluation:
 
     def worst_case(self, eps: float | None = None) -> Score:
         """Return the accuracy under all attacks: examples that no attack broke within eps."""
-        return self.accuracy_under(None, self.headline_eps if eps is None else eps)
+        return self.accuracy_under(None, self._attacked(eps))
 
     def accuracy_under(self, attacks: Sequence[str] | None, eps: float) -> Score:
         """Return the accuracy within eps when only these attacks count, or all of them if None."""
         require(self.task == "classification", "accuracy", "a classifier", self.task)
-        distances = self.distances(attacks)
-        return share_score(sum(distances[row] > eps for row in self.clean_right), self.n)
+        distances, limit = self.distances(attacks), self._attacked(eps)
+        return share_score(sum(distances[row] > limit for row in self.clean_right), self.n)
 
     def distances(self, attacks: Sequence[str] | None = None) -> list[float]:
         """Return the shortest distance at which each example is known to be answered wrongly.
@@ -310,21 +310,24 @@ class Evaluation:
 
     def worst_errors(self, eps: float | None = None) -> list[float]:
         """Return the largest `|f - y|` that attacks found within eps (regression only)."""
-        limit = self.headline_eps if eps is None else eps
-        found = list(self.clean_errors)
+        found, limit = list(self.clean_errors), self._attacked(eps)
         for record in self.attacks:
             if record.eps <= limit:
                 for row, error in zip(record.attacked, record.errors, strict=True):
                     found[row] = max(found[row], error)
         return found
 
+    def _attacked(self, eps: float | None) -> float:
+        eps, most = self.headline_eps if eps is None else eps, max(self.eps)
+        require(0 <= eps <= most, "eps", f"0 to {most:g}, the largest that was attacked", eps)
+        return eps
+
     def certified_accuracy(self, eps: float, *, within_bounds: bool = False) -> Score | None:
         """Return the accuracy that is proved within eps; None without such a certificate."""
         proof = self.certificate_within_bounds if within_bounds else self.certificate
         if proof is None or self.task != "classification":
             return None
-        radius = proof.radius
-        return share_score(sum(radius[row] > eps for row in self.clean_right), self.n)
+        return share_score(sum(proof.radius[row] > eps for row in self.clean_right), self.n)
 
     def figures(self, model: str) -> Figures:
         """Return the figures for the model card of the model with this digest."""
