@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 AGREES, DIFFERS, NEUTRAL = "#1b7f5c", "#d1495b", "#3a444c"
 LONGEST_NAME = 20  # letters below an image
 N_FEATURES = 5  # that differ the most, in a text
+ROUNDING = 1e-6  # the difference, in units of std, of equal features after they were normalized
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,10 +268,13 @@ class Explanation:
         mean = self._shares() @ known.double()
         apart = ((mean - self.inputs.double()) / self.std).abs()
         order: list[int] = apart.argsort(descending=True, stable=True).tolist()
-        lines = ["features that differ most: the query, and the mean training point by weight"]
-        for k in order[:N_FEATURES]:
-            lines.append(f"  {self._feature_name(k)}: {float(self.inputs[k]):.4g}, {mean[k]:.4g}")
-        return lines
+        lines = [
+            f"  {self._feature_name(k)}: {float(self.inputs[k]):.4g}, {mean[k]:.4g}"
+            for k in order[:N_FEATURES]
+            if apart[k] > ROUNDING
+        ]
+        heading = "features that differ most: the query, and the mean training point by weight"
+        return [heading, *lines] if lines else []
 
     def _feature_order(self) -> list[int]:
         """Features from the largest difference to the smallest, or in file order."""
