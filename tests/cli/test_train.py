@@ -149,6 +149,8 @@ def test_an_image_folder() -> None:
         ("digits.npz --validation 1.5", "validation: .*0 and 1.*1.5"),
         ("digits.npz --test-fraction 0", "test_fraction: .*0 and 1"),
         ("digits.npz --patch 2", "options: .*'fc_resnet'"),
+        ("digits.npz --net resnet --alpha 1", "alpha: .*'resnet' transports nothing.*got 1"),
+        ("digits.npz --net orthogonal --alpha 1", "alpha: .*'orthogonal'.*got 1"),
         ("digits.npz --recipe soup", "recipe: .*'soup'"),
         ("digits.npz --margin 0.5", "margin: .*orthogonal.*got 0.5"),
         (" ".join(READING) + " --net orthogonal", "task: .*classification.*regression"),

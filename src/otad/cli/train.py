@@ -33,6 +33,7 @@ _training = partial(opt.option, panel=opt.TRAINING)
 READING = ("target", "task", "features", "label", "drop", "genes", "normalize", "size", "resize",
            "test_fraction")  # fmt: skip
 SHAPE = ("blocks", "hidden", "patch", "width", "heads", "stages")
+MOVING = ("fc_resnet", "lifted", "vit")  # kinds of networks whose blocks transport their inputs
 CHANGES = ("epochs", "batch_size", "learning_rate", "optimizer", "weight_decay", "energy_weight",
            "target_margin", "augment")  # fmt: skip
 
@@ -170,6 +171,8 @@ def train(
     config = training.recipe(recipe, **changes, seed=seed, device=device)
     asks = target_margin is None or config.loss == "soft_margin"
     require(asks, "margin", "none, as only the recipe orthogonal asks for margins", target_margin)
+    expected = f"none or 0, as the network {net!r} transports nothing; {', '.join(MOVING)} do"
+    require(net in MOVING or not energy_weight, "alpha", expected, energy_weight)
     check_device(device)
     dataset = choice.load(data_dir)
     if dataset.train_names and dataset.input_shape[:-2] == (1,):  # images (1, H, W) of a folder
