@@ -148,7 +148,7 @@ def test_an_image_folder() -> None:
         (" ".join(READING) + " --features age --features age", "features: .*age"),
         ("digits.npz --validation 1.5", "validation: .*0 and 1.*1.5"),
         ("digits.npz --test-fraction 0", "test_fraction: .*0 and 1"),
-        ("digits.npz --patch 2", "options: .*'fc_resnet'"),
+        ("digits.npz --patch 2", "options: .*'fc_resnet', .* blocks, hidden.*got patch$"),
         ("digits.npz --net resnet --alpha 1", "alpha: .*'resnet' transports nothing.*got 1"),
         ("digits.npz --net orthogonal --alpha 1", "alpha: .*'orthogonal'.*got 1"),
         ("digits.npz --recipe soup", "recipe: .*'soup'"),

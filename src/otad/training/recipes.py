@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ BACKBONES: dict[str, Callable[..., Backbone]] = {
     "soc": SOCNet,
     "vit": vision_transformer,
 }
+
+GIVEN = ("input_shape", "n_outputs", "options")  # no options of a kind by name
+COMMON = ("task", "bounds", "mean", "std")  # options of every kind
 
 RECIPES: dict[str, dict[str, Any]] = {
     # The paper's recipe for fully connected networks.
@@ -136,6 +140,9 @@ def make_backbone(
     (2, 3)
     """
     make = BACKBONES[check_choice(kind, "kind", tuple(BACKBONES))]
+    named = [name for name in signature(make).parameters if name not in GIVEN]
+    unknown = ", ".join(name for name in options if name not in (*named, *COMMON))
+    require(not unknown, "options", f"those of {kind!r}, which are {', '.join(named)}", unknown)
     if inputs is not None:
         options |= {"mean": inputs.mean, "std": inputs.std}
     try:
