@@ -200,6 +200,10 @@ def test_a_class_folder_holds_images_only(tmp_path: Path, stray: str, message: s
     with pytest.raises(InputError, match=rf"{stray}: {message}"):
         load_image_folder(tmp_path, size=4)
     (tmp_path / stray).unlink()
+    (tmp_path / "red" / "more").mkdir()
+    with pytest.raises(InputError, match=r"more: expected an image .*, got a folder"):
+        load_image_folder(tmp_path, size=4)
+    (tmp_path / "red" / "more").rmdir()
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="empty: expected images, got an empty folder"):
         load_image_folder(tmp_path, size=4)

@@ -107,7 +107,8 @@ def list_images(folder: Path) -> list[Path]:
             raise InputError(f"{folder}: expected names in UTF-8, got {name!r}") from error
     for path in files:
         fits = path.suffix.lower() in SUFFIXES and path.is_file()
-        require(fits, str(path), f"an image ({', '.join(SUFFIXES)})", "something else")
+        found = "a folder" if path.is_dir() else "something else"
+        require(fits, str(path), f"an image ({', '.join(SUFFIXES)})", found)
     require(files, str(folder), "images", "an empty folder")
     return files
 

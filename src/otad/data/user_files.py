@@ -144,7 +144,8 @@ def read_table(path: Path) -> Table:
         raise InputError(f"{path}: not a CSV file in UTF-8 ({error})") from error
     while numbered and not numbered[-1][1]:  # blank lines at the end hold no row
         numbered.pop()
-    require(len(numbered) > 1, str(path), "a header and at least one row", len(numbered))
+    found = "a header alone" if numbered else "an empty file"
+    require(len(numbered) > 1, str(path), "a header and at least one row", found)
     (_, header), *body = numbered
     distinct = len(set(header)) == len(header) and all(header)
     require(distinct, str(path), "distinct, non-empty column names", header)
@@ -271,6 +272,7 @@ def load_npz(
     paired = ("test_x" in arrays) == ("test_y" in arrays)
     require(paired, str(path), "both test_x and test_y or neither", ", ".join(arrays))
     x, y = as_inputs(arrays["x"], path, "x"), arrays["y"]
+    require(len(x), f"{path}, x", "at least one row", "none")
     chosen = task or ("regression" if y.dtype.kind == "f" else "classification")
     check_choice(chosen, "task", TASKS)
     classes = () if chosen == "regression" else class_names(_texts(y, path, "y"))
