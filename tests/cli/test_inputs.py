@@ -81,6 +81,9 @@ def test_an_image_has_its_target_in_its_folder(workshop: Path, digits_model: ota
     assert folders == [str(label) for label in found.targets.tolist()]
     assert open_examples(digits, "flat").y is None
     assert open_examples(digits, "named").y is None
+    write_image(Path("sorted", "zebra", "6.png"), whole["x"][6])
+    with pytest.raises(InputError, match=r"sorted, targets: .*0, 1, .*got 'zebra'"):
+        open_examples(digits, "sorted")
     np.savez("answers.npz", y=whole["y"][:6])
     found = open_examples(digits, "flat", targets="answers.npz")
     assert found.targets.tolist() == whole["y"][:6].tolist()

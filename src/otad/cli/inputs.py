@@ -221,7 +221,7 @@ def _images(model: Described, folder: Path) -> InputRows:
     def targets(name: str | None) -> Tensor | None:
         require(name is None, "targets", "a CSV or NPZ file for images", repr(name))
         labels = [file.partition("/")[0] for file in names]
-        known = set(labels) <= {*class_names_of(model)}
+        known = {*class_names_of(model)} & {*labels}  # then any other folder is refused
         return _encode(model, labels, folder) if known else None
 
     return InputRows(names, read, targets)
