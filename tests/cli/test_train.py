@@ -74,6 +74,13 @@ def test_progress_and_validation_are_reported_in_units() -> None:
     assert result.final.val_score == pytest.approx(float(errors), rel=1e-4)
 
 
+def test_both_layers_of_a_lifted_network_have_the_width_that_is_asked_for() -> None:
+    write_digits(Path("digits.npz"))
+    lifted = ("train", "digits.npz", "--net", "lifted", "--hidden", 8, "--epochs", 1)
+    terminal.succeed(*lifted, "--out", "net")
+    assert TrainedNet.read(Path("net")).net.hidden == (8, 8)
+
+
 def test_an_interrupted_training_resumes_to_the_same_net(monkeypatch: pytest.MonkeyPatch) -> None:
     write_digits(Path("digits.npz"))
     command = ("train", "digits.npz", "--epochs", 4, "--blocks", 1, "--out")

@@ -85,7 +85,8 @@ def train(
     hidden: Annotated[
         int | None,
         _training(
-            "Inner width of a block.", show_default="number of features, at most number of rows"
+            "Inner width of a block.",
+            show_default="number of features, at most number of rows; lifted: 512, twice",
         ),
     ] = None,
     patch: Annotated[int | None, _training("vit: side of a patch.", show_default="4")] = None,
@@ -178,7 +179,10 @@ def train(
     if dataset.train_names and dataset.input_shape[:-2] == (1,):  # images (1, H, W) of a folder
         remark("note: all training images are gray, so they are read with one channel")
     how: dict[str, Any] = {"validation": validation, "kind": net, "max_seconds": max_seconds}
-    how |= {"options": opt.given(options, SHAPE), "checkpoint_dir": out, "progress": True}
+    shape = opt.given(options, SHAPE)
+    if net == "lifted" and hidden is not None:
+        shape["hidden"] = (hidden, hidden)
+    how |= {"options": shape, "checkpoint_dir": out, "progress": True}
     if is_first():
         start_anew(out, RECORD_FILE, CHECKPOINT)
     trained, result = train_net(dataset, config, **how)
