@@ -76,6 +76,9 @@ def test_known_types_do_not_hide_other_values() -> None:
     assert counted(2, 0.1, X) == counted(2, x=X, share=0.1) == 2
     with pytest.raises(InputError, match=r"^count: expected an integer of at most 64 bits"):
         counted(2**64, 0.1, X)
+    for value in ("3", 2.5, True):
+        with pytest.raises(InputError, match=r"^count: expected an integer, got"):
+            counted(value, 0.1, X)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"^x: expected .*on meta"):
         counted(2, x=X.to("meta"), share=0.1)
     with pytest.raises(InputError, match=r"^x: expected .*complex64"):

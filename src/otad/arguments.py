@@ -19,7 +19,7 @@ from otad.errors import InputError
 _TAKEN: dict[Any, Any] = {int: Integral, float: Real, Path: os.PathLike, tuple: (tuple, list)}
 _ARRAYS: dict[Any, str] = {Any: "biufOUST", int: "iu", float: "iuf", str: "OUST"}
 _WORDS: dict[Any, str] = {NoneType: "None", float: "a number", str: "text", Path: "a path"}
-_WORDS |= {int: "an integer of at most 64 bits", Callable: "a function"}
+_WORDS |= {int: "an integer", Callable: "a function"}
 _NAMED: dict[str, str] = {  # classes that this module does not import
     "LpBall": "a threat model such as otad.L2(0.5)",
     "Tensor": "a torch.Tensor (dense and real, on a device such as cpu)",
@@ -139,6 +139,8 @@ def check_options(hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 def _check(name: str, value: Any, hint: Any) -> None:
     if not _fits(value, hint):
         expected, modules = _words(hint), {base.__module__ for base in type(value).__mro__}
+        if type(value) in (int, list, tuple):  # whose numbers may be too large
+            expected = expected.replace("an integer", "an integer of at most 64 bits")
         fitting = (do for word, module, do in _REMEDIES if word in expected and module in modules)
         got = ": ".join([_shown(value), *fitting])
         raise InputError(f"{name}: expected {expected}, got {got}")
