@@ -52,10 +52,9 @@ def imitate(
     """
     solver = model.answerer.exact_solver
     if solver is None:
-        raise InputError(
-            "model: expected local scope and ExactCip, whose answers are learned, got "
-            f"{model.scope} scope and {type(model.solver).__name__}"
-        )
+        other = "" if model.solver is None else f" and {type(model.solver).__name__}"
+        expected = "local scope and ExactCip, whose answers are learned"
+        raise InputError(f"model: expected {expected}, got {model.scope} scope{other}")
     expected = "0, as a network does not substitute neighbors"
     require(solver.spares == 0, "spares", expected, solver.spares)
     config, points = config or recipe_for(model), len(model.bank_inputs)
