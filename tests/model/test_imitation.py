@@ -215,7 +215,7 @@ def tiny(dim: int, n_neighbors: int) -> CipNet:
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda: imitate(exact("fc", scope="global")), "local scope and ExactCip, .* global scope$"),
+        (lambda: imitate(exact("fc", scope="global")), "ExactCip, .* got global scope$"),
         (lambda: imitate(estimated("fc")), "ExactCip, .* local scope and CipNet"),
         (lambda: imitate(exact("fc", solver=ExactCip(spares=1))), "spares: expected 0, .* got 1"),
         (lambda: imitate(exact("fc"), held_out=36), "held_out: expected fewer than all 36 points"),
