@@ -115,7 +115,9 @@ def test_numbers_in_another_style_and_dates_are_no_categories(
 
 
 def test_words_with_digits_and_lists_of_codes_are_categories() -> None:
-    for words in (["10-20", "20-30"], ["1,2,3", "1,3,4"], ["1,5", "big"], ["1.2.3", "2020-01"]):
+    codes = ["1.234", "2.500"]  # plain numbers, which a table has as text on purpose
+    mixed = ["1,5", "big"]
+    for words in (["10-20", "20-30"], ["1,2,3", "1,3,4"], ["1.2.3", "2020-01"], mixed, codes):
         (column,) = TableEncoding.fit({"size": words}, ["size"], [0]).columns
         assert column.categories == tuple(words)
 

@@ -237,7 +237,7 @@ def looks_like_text(cells: Sequence[Cell]) -> bool:
 def _refuse_numbers_and_dates(texts: Sequence[str], where: str) -> None:
     """Refuse a column of text if more than half of it are numbers in another style, or dates."""
     for expected, pattern in _NO_TEXT.items():
-        found = [text for text in texts if pattern.fullmatch(text)]
+        found = [it for it in texts if pattern.fullmatch(it) and math.isnan(number_in(it))]
         require(2 * len(found) <= len(texts), where, expected, repr((found or [""])[0]))
 
 
