@@ -61,6 +61,9 @@ class OrthogonalNet(LipschitzNet):
         The number of blocks in each stage.
     stages : int
         The number of stages, from 1 to 8. There are `width * 2 ** (stages - 1)` features.
+    mirrored : bool
+        Whether features are the mean of those of an image and of its mirror image, which takes
+        twice the time. A training computes those of the image alone, so let it flip images.
     seed : int
         The seed of the weights.
     task : str
@@ -80,7 +83,7 @@ class OrthogonalNet(LipschitzNet):
     True
     """
 
-    settings = ("width", "blocks", "stages")
+    settings = ("width", "blocks", "stages", "mirrored")
     orthonormal_rows: ClassVar[Sequence[str]] = ("head.weight",)
     """The names of the weights whose rows a training has to keep orthonormal."""
 
@@ -92,6 +95,7 @@ class OrthogonalNet(LipschitzNet):
         width: int = 512,
         blocks: int = 12,
         stages: int = 1,
+        mirrored: bool = False,
         seed: int = 0,
         task: str = "classification",
         **options: Any,
@@ -105,6 +109,7 @@ class OrthogonalNet(LipschitzNet):
         dim = width * halvings // 2
         super().__init__(input_shape, n_outputs, task=task, dim=dim, **options)
         self.width, self.blocks = width, check_count(blocks, "blocks", most=MOST_BLOCKS)
+        self.mirrored = mirrored
         self.parts = nn.ModuleList()
         for number in range(stages):
             sides = height // 2 ** (number + 1), across // 2 ** (number + 1)
@@ -132,12 +137,18 @@ class OrthogonalNet(LipschitzNet):
         return len(self.parts)
 
     def embed(self, x: Tensor) -> Tensor:
-        folded = fold(self.normalize(x).movedim(1, 3))
-        tokens = functional.pad(folded, (0, self.width - folded.shape[3]))
+        pixels = self.normalize(x).movedim(1, 3)
         if self.training:
-            return self._hidden(tokens)[-1]
+            return self._features(pixels)
         with full_precision(x.device):
-            return self._hidden(tokens)[-1]
+            features = self._features(pixels)
+            if self.mirrored:
+                features = (features + self._features(pixels.flip(2))) / 2
+            return features
+
+    def _features(self, pixels: Tensor) -> Tensor:
+        folded = fold(pixels)
+        return self._hidden(functional.pad(folded, (0, self.width - folded.shape[3])))[-1]
 
     def _hidden(self, x: Tensor) -> list[Tensor]:
         """Return what is computed from tokens (B,H,W,c): in each block, and at last pooled."""
