@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from factories import refuses
 from torch import Tensor
@@ -79,16 +78,6 @@ def test_outputs_are_those_of_loops() -> None:
     torch.testing.assert_close(net.train()(x), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_mirrored_features_are_the_mean_over_both_images() -> None:
-    net, x = small().double(), random(3, *SHAPE)
-    both = small(mirrored=True).double()
-    assert both.config()["mirrored"]
-    torch.testing.assert_close(both.embed(x), (net.embed(x) + net.embed(x.flip(3))) / 2)
-    assert not torch.allclose(both(x), net(x), rtol=1e-3)
-    torch.testing.assert_close(both(x), both(x.flip(3)))
-    assert torch.equal(both.train()(x), net.train()(x))
-
-
 def test_no_jacobian_and_no_pair_is_stretched_more_than_stated() -> None:
     net = small().double()
     bound = net.lipschitz
@@ -113,10 +102,9 @@ def test_no_jacobian_and_no_pair_is_stretched_more_than_stated() -> None:
     assert net.lipschitz.constant >= 2 * 1.5**2
 
 
-@pytest.mark.parametrize("mirrored", [False, True])
-def test_rounding_and_hidden_values_are_within_what_is_stated(mirrored: bool) -> None:
-    net = small(width=64, blocks=8, mirrored=mirrored)
-    wide = small(width=64, blocks=8, mirrored=mirrored).double()
+def test_rounding_and_hidden_values_are_within_what_is_stated() -> None:
+    net = small(width=64, blocks=8)
+    wide = small(width=64, blocks=8).double()
     x = 3 * random(200, *SHAPE).float()
     bound, length = net.lipschitz, ((x - 0.4) / 0.7).double().flatten(1).norm(dim=1)
     size = bound.constant * length + bound.offset

@@ -134,9 +134,7 @@ def train(
     ] = None,
     augment: Annotated[
         str | None,
-        _training(
-            "Images: none, affine, light, moderate or strong.", show_default="that of the recipe"
-        ),
+        _training("Images: none, affine, light or strong.", show_default="that of the recipe"),
     ] = None,
     max_seconds: opt.MaxSeconds = None,
     validation: Annotated[

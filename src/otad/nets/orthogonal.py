@@ -61,9 +61,6 @@ class OrthogonalNet(LipschitzNet):
         The number of blocks in each stage.
     stages : int
         The number of stages, from 1 to 8. There are `width * 2 ** (stages - 1)` features.
-    mirrored : bool
-        Whether features are the mean of those of an image and of its mirror image, which takes
-        twice the time. A training computes those of the image alone, so let it flip images.
     seed : int
         The seed of the weights.
     task : str
@@ -83,7 +80,7 @@ class OrthogonalNet(LipschitzNet):
     True
     """
 
-    settings = ("width", "blocks", "stages", "mirrored")
+    settings = ("width", "blocks", "stages")
     orthonormal_rows: ClassVar[Sequence[str]] = ("head.weight",)
     """The names of the weights whose rows a training has to keep orthonormal."""
 
@@ -95,7 +92,6 @@ class OrthogonalNet(LipschitzNet):
         width: int = 512,
         blocks: int = 12,
         stages: int = 1,
-        mirrored: bool = False,
         seed: int = 0,
         task: str = "classification",
         **options: Any,
@@ -109,7 +105,6 @@ class OrthogonalNet(LipschitzNet):
         dim = width * halvings // 2
         super().__init__(input_shape, n_outputs, task=task, dim=dim, **options)
         self.width, self.blocks = width, check_count(blocks, "blocks", most=MOST_BLOCKS)
-        self.mirrored = mirrored
         self.parts = nn.ModuleList()
         for number in range(stages):
             sides = height // 2 ** (number + 1), across // 2 ** (number + 1)
@@ -137,18 +132,12 @@ class OrthogonalNet(LipschitzNet):
         return len(self.parts)
 
     def embed(self, x: Tensor) -> Tensor:
-        pixels = self.normalize(x).movedim(1, 3)
+        folded = fold(self.normalize(x).movedim(1, 3))
+        tokens = functional.pad(folded, (0, self.width - folded.shape[3]))
         if self.training:
-            return self._features(pixels)
+            return self._hidden(tokens)[-1]
         with full_precision(x.device):
-            features = self._features(pixels)
-            if self.mirrored:
-                features = (features + self._features(pixels.flip(2))) / 2
-            return features
-
-    def _features(self, pixels: Tensor) -> Tensor:
-        folded = fold(pixels)
-        return self._hidden(functional.pad(folded, (0, self.width - folded.shape[3])))[-1]
+            return self._hidden(tokens)[-1]
 
     def _hidden(self, x: Tensor) -> list[Tensor]:
         """Return what is computed from tokens (B,H,W,c): in each block, and at last pooled."""

@@ -326,11 +326,10 @@ AUGMENTATIONS: dict[str, Augmentation | None] = {
     "none": None,
     "affine": RandomAffine(),
     "light": Compose((RandomCrop(4), RandomFlip())),
-    "moderate": Compose((RandomCrop(4), RandomFlip(), TrivialAugment(0.25))),
     "strong": Compose((RandomCrop(4), RandomFlip(), TrivialAugment(0.5), Cutout(8))),
 }
 """Augmentations by name, for images of about 32 x 32 pixels; "affine" is for digits and other
-drawings on black, "moderate" is for long trainings, "strong" is for transformers."""
+drawings on black, "strong" is for transformers."""
 
 
 def choose_augmentation(name: str, own: Augmentation | None, net: InputNet) -> Augmentation | None:

@@ -65,7 +65,7 @@ class TrainConfig(InputConfig):
     log_every : int
         The number of epochs between two lines to the `otad` logger.
     augment : str
-        Random changes of images: "none", "affine", "light", "moderate" or "strong".
+        Random changes of images: "none", "affine", "light" or "strong".
     adversary : Adversary or None
         Perturbs the inputs of each training step, and the weights, to raise the loss.
     channels_last : bool
