@@ -16,8 +16,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from otad.attacks import L2, Linf
-from otad.attacks.library_attacks import AutoAttackSuite, Square
+from otad.attacks import L2, AutoAttackSuite, Linf, Square
 from otad.attacks.needs import Setting
 from otad.errors import InputError
 from otad.model.defend import defend
@@ -158,6 +157,22 @@ def test_nothing_is_left_behind() -> None:
 BALLS = [L2(0.3, UNIT), Linf(0.03, UNIT)]
 
 
+@pytest.mark.parametrize(("kind", "eps"), [(L2, 0.8), (Linf, 0.06)])
+def test_square_breaks_at_least_as_much_as_that_of_the_library(kind, eps) -> None:
+    model, x = models.random_net(inputs=100, classes=4), inner_points(120, LARGER)
+    y, ball, counts = model(x).argmax(1), kind(eps, UNIT), []
+    for seed in range(2):
+        norm = {"l2": "L2", "linf": "Linf"}[ball.norm]
+        theirs = square.SquareAttack(model, norm=norm, n_queries=200, eps=eps, seed=seed)
+        with torch.no_grad(), torch.random.fork_rng():
+            broken = model(theirs.perturb(x, y)).argmax(1) != y
+        ours = run(Square(queries=200), model, x, ball, seed=seed).broken
+        counts.append((int(ours.sum()), int(broken.sum())))
+    own, known = (sum(each) for each in zip(*counts, strict=True))
+    assert 20 < known < 220  # neither too easy nor too hard
+    assert own > 0.95 * known, counts
+
+
 def test_one_survivor_is_attacked_alone() -> None:
     model, x = models.Linear(LARGER), inner_points(40, LARGER)
     x = x[model.radius(x, 2.0).argsort()[[0, 1, -1]]]
@@ -172,7 +187,8 @@ def test_other_bounds_are_the_same_attack_in_another_unit(ball) -> None:
     attack, stretched = Square(queries=30), models.Function(lambda x: model((x + 2) / 5))
     here, there = run(attack, model, x, ball), run(attack, stretched, 5 * x - 2, wide)
     assert torch.equal(here.broken, there.broken)
-    torch.testing.assert_close((there.inputs + 2) / 5, here.inputs)
+    # What is left of eps is a square root, so rounding errors have only half of the digits.
+    torch.testing.assert_close((there.inputs + 2) / 5, here.inputs, rtol=0, atol=1e-5)
 
 
 def test_the_sizes_refused_are_those_the_library_fails_on() -> None:
@@ -191,8 +207,8 @@ def test_the_sizes_refused_are_those_the_library_fails_on() -> None:
             works = True
         except (RuntimeError, ZeroDivisionError):
             works = False
-        allowed = Square.needs.unmet_in(Setting(x.shape[1:], "classification", BALLS[0])) is None
-        assert works == allowed, (height, width)
+        setting = Setting(x.shape[1:], "classification", BALLS[0])
+        assert works == (AutoAttackSuite.needs.unmet_in(setting) is None), (height, width)
 
 
 @pytest.fixture(scope="module")

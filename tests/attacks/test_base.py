@@ -248,7 +248,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     ],
     "noise": [{"draws": 0}],
     "random_search": [{"queries": 1}],
-    "square": [{"queries": 1}, {"restarts": 0}, {"loss": "dlr"}],
+    "square": [{"queries": 1}],
     "ngopt": [{"budget": 0}, {"sigma": 0.0}, {"processes": 0}],
     "pixle": [*SIDES, {"restarts": 0}, {"max_iterations": 0}],
     "autoattack": [

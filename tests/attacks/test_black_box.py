@@ -16,6 +16,7 @@ from torch import Tensor
 
 from otad.attacks import L2, AutoAttackSuite, Linf, NgOpt, Pixle, RandomNoise, RandomSearch, Square
 from otad.attacks.ngopt import _losses, _Optimizers
+from otad.attacks.random_search import HALVED_AFTER, bumps
 from otad.errors import InputError, MissingExtraError
 
 pytest.importorskip("pyautoattack", reason="needs the extra attacks")
@@ -33,7 +34,6 @@ FEW_PATCHES = Pixle(restarts=4, max_iterations=5)
         (RandomSearch(400), 400, VECTOR, 0.9),
         (RandomSearch(400), 400, SMALL, 0.9),
         (Square(queries=150), 150, IMAGE, 0.3),
-        (Square(queries=150, loss="ce"), 150, IMAGE, 0.3),
         (NgOpt(budget=80), 80, VECTOR, 0.5),
     ],
 )
@@ -56,7 +56,7 @@ def test_breaks_all_it_easily_can_and_nothing_else(attack, queries, shape, share
     [
         (RandomSearch(30), (64,), 30),
         (NgOpt(budget=15), (64,), 15),
-        (Square(queries=25, restarts=2), IMAGE, 50),
+        (Square(queries=25), IMAGE, 25),
         (FEW_PATCHES, (1, 8, 8), 4 * 5 + 1),  # and the image itself
     ],
 )
@@ -111,7 +111,6 @@ def test_the_error_of_a_linear_regression_grows_within_the_ball(attack, shape, b
         (RandomSearch(), (5,)),
         (NgOpt(budget=200), (5,)),
         (Square(queries=150), IMAGE),
-        (Square(queries=150, loss="ce"), IMAGE),
         (Pixle((1.0, 1.0), (1.0, 1.0), restarts=5), (1, 4, 4)),
     ],
 )
@@ -169,7 +168,7 @@ def test_permuted_images_give_the_same_result(attack) -> None:
             )
         ),
         (Pixle(), (5,), Linf(0.1, UNIT), r"pixle.*images.*\(5,\)"),
-        (Square(), (1, 14, 14), L2(0.1, UNIT), r"square.*14 x 14"),
+        (AutoAttackSuite(), (1, 14, 14), L2(0.1, UNIT), r"autoattack.*14 x 14"),
         (AutoAttackSuite(), (1, 4, 4), L2(0.1, UNIT), r"autoattack.*4 x 4"),
     ],
 )
@@ -181,7 +180,6 @@ def test_inputs_and_threats_that_do_not_fit(attack, shape, ball, message) -> Non
 @pytest.mark.parametrize(
     ("attack", "module"),
     [
-        (Square(), "pyautoattack.square"),
         (AutoAttackSuite(), "pyautoattack"),
         (NgOpt(), "nevergrad"),
     ],
@@ -251,6 +249,42 @@ def test_success_rate_of_noise_is_the_share_of_the_ball() -> None:
     assert twice.accuracy == pytest.approx(2 / 3 * (1 - disk), abs=0.015)
     assert int(twice.forwards.min()) == 3  # broken by the first draw
     assert int(twice.forwards.max()) == 4
+
+
+def test_bumps_are_sums_of_nested_squares() -> None:
+    for side in (1, 2, 3, 7, 8):
+        expected = torch.zeros(side, side)
+        for rows, first, sign in ((side // 2, 0, 1), (side - side // 2, side // 2, -1)):
+            bump = torch.zeros(rows, side)
+            for k in range(side // 2 + 1):
+                top, start = max(0, rows // 2 - k), max(0, side // 2 - k)
+                bump[top : rows // 2 + k + 1, start : side // 2 + k + 1] += 1 / (k + 1) ** 2
+            expected[first : first + rows] = sign * bump / bump.norm().clamp_min(1e-9)
+        found = bumps(side, torch.device("cpu"))
+        torch.testing.assert_close(found, expected / expected.norm())
+
+
+@pytest.mark.parametrize("ball", [L2(0.1, UNIT), Linf(0.1, UNIT)], ids=lambda ball: ball.norm)
+@pytest.mark.parametrize("shape", [(3, 14, 11), (1, 2, 4)])
+def test_square_changes_windows_of_the_best_image(ball, shape) -> None:
+    model = Recorder(Function(lambda x: x.new_tensor([1.0, 0.0]).repeat(len(x), 1)))
+    x = torch.full((4, *shape), 0.5)
+    run(Square(queries=300), model, x, ball)
+    first, *others = model.asked[2:-1]  # nothing is better than the first change
+    assert len(others) == 299
+    for query, asked in enumerate(others, 1):
+        area = 0.8 * math.prod(shape[1:]) / 2 ** sum(query > 0.03 * k for k in HALVED_AFTER)
+        side = round(area**0.5)
+        side = min(max(1, side) if ball.norm == "linf" else max(3, side | 1), *shape[1:])
+        step, moved = asked - x, (asked != first).any(1)
+        if ball.norm == "linf":
+            torch.testing.assert_close(step.abs(), torch.full_like(step, ball.eps))
+            for image in moved:
+                places = image.nonzero()
+                assert not len(places) or int((places.amax(0) - places.amin(0)).max()) < side
+        else:
+            assert ball.distance(asked, x).tolist() == pytest.approx([0.1] * 4, rel=1e-3)
+            assert int((asked - first).abs().gt(1e-6).any(1).flatten(1).sum(1).max()) <= 2 * side**2
 
 
 def test_an_image_is_rearranged_and_nothing_else() -> None:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from otad.attacks import AutoAttackSuite
 from otad.attacks.base import Attack
-from otad.attacks.library_attacks import AutoAttackSuite
 from otad.attacks.objectives import LOSSES, cross_entropy, dlr, loss_for
 from otad.attacks.pgd import Apgd, Bpda, MetricAttack, Pgd
 from otad.attacks.random_search import RandomNoise

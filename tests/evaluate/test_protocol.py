@@ -247,7 +247,7 @@ def test_each_attack_of_a_preset_is_made_or_missing_with_a_reason(images) -> Non
             listed = [one.name for one in choices if one.affine is not False and not one.groups]
             assert made == [name for name in listed if name not in missing]
             assert all(missing.values())
-            assert model is not images or set(missing) <= {"ngopt", "square", "autoattack"}
+            assert model is not images or set(missing) <= {"ngopt", "autoattack"}
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_autoattack_is_missing_where_it_cannot_run(images, threat, shape, task, 
 def test_a_missing_extra_is_named(images, monkeypatch) -> None:
     monkeypatch.setattr(needs, "find_spec", lambda package: None)
     _, missing = suite(images, "full", IMAGE, "classification", L2(1.0, bounds=(0, 1)))
-    assert {"square", "autoattack", "ngopt"} == set(missing)
+    assert {"autoattack", "ngopt"} == set(missing)
     assert "pip install 'otad[attacks]'" in missing["ngopt"]
     refuses(make_attack, "ngopt", images, match=r"ngopt.*nevergrad")
 

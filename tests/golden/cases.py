@@ -269,7 +269,7 @@ def attacks_on(model: OTAD) -> dict[str, Callable[[], Any]]:
     return {name: make for name, make in found.items() if name not in missing}
 
 
-PACKAGES = {"ngopt": "nevergrad", "square": "pyautoattack", "autoattack": "pyautoattack"}
+PACKAGES = {"ngopt": "nevergrad", "autoattack": "pyautoattack"}
 ALSO_LINF = ("pgd", "apgd", "noise", "random_search", "straight", "square", "region")
 
 

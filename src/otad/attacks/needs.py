@@ -72,7 +72,7 @@ class Needs:
     unit_box : bool
         Inputs must be bounded, and the threat model must treat all features alike.
     windows : bool
-        The l2 windows of pyautoattack's Square must be able to tile the images.
+        The l2 windows of AutoAttack must be able to tile the images.
     groups : bool
         The threat model must have categorical features.
     package : str or None
@@ -136,14 +136,14 @@ class Needs:
             if self.unit_box and getattr(threat, name) is not None:
                 return f"it treats all features alike, got a threat with `{name}`"
         if self.windows and threat.norm == "l2" and not _can_tile(*input_shape[1:]):
-            expected = "images that the l2 windows of Square can tile, such as 28 x 28 or 32 x 32"
+            expected = "images that the l2 windows of AutoAttack can tile, such as 28 x 28"
             got = " x ".join(map(str, input_shape[1:]))
-            return f"expected {expected}, got {got}; random_search takes any shape"
+            return f"expected {expected}, got {got}; square and random_search take any shape"
         return None
 
 
 def _can_tile(height: int, width: int) -> bool:
-    """Return whether the first l2 step of pyautoattack's Square stays within the image.
+    """Return whether the first l2 step of AutoAttack's Square stays within the image.
 
     Its windows have a fifth of the height and begin after half of the pixels that five windows
     leave over. Only windows of a single pixel may reach beyond the image."""

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from otad.attacks.autoattack import EXTRA, own_randomness
 from otad.attacks.base import Attack, option, register_attack
-from otad.attacks.library_attacks import EXTRA, own_randomness
 from otad.attacks.needs import Needs
 from otad.attacks.target import Survivors, Target, gain_of
 from otad.checks import check_count, check_positive

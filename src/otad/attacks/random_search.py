@@ -1,9 +1,12 @@
-"""Black-box attacks by random draws: random points, random search, and rearranged pixels."""
+"""Black-box attacks by random draws: random points, random search over features or over square
+windows of images, and rearranged pixels."""
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +22,10 @@ from otad.threat import LpBall, per_row
 GROWTH = 1.5  # factor of the step after a success; four failures undo it (the one-fifth rule)
 LONGEST = 2.0  # the longest step, in units of eps: across the ball
 SHORTEST = {"l2": 2.0**-10, "linf": LONGEST}  # in linf always the longest: corners are best
+# Of Square: the first window has this share of the pixels. It is halved after so many of the
+# queries, in units of a 10,000th of all.
+WINDOW = 0.8
+HALVED_AFTER = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
 
 Share = tuple[float, float]
 
@@ -139,6 +146,143 @@ def on_device(generator: torch.Generator, x: Tensor) -> torch.Generator:
         return generator
     seed = int(torch.randint(2**62, (), generator=generator))
     return torch.Generator(x.device).manual_seed(seed)
+
+
+@register_attack
+@dataclass(frozen=True, eq=False)
+class Square(Attack):
+    """Square (Andriushchenko et al. 2020): random search over square windows of images.
+
+    Each query changes the best image so far within a window at a random place, and is kept if the
+    logit of a wrong class gains on the right one, or in regression if the error grows. In
+    l-infinity each channel of the window goes to a random face of the ball. In l2 the window gets
+    two opposite bumps and what another window has changed, so that the change keeps its length.
+    Windows become smaller with the queries.
+
+    Parameters
+    ----------
+    queries : int
+        How many answers are asked for each example.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import otad
+    >>> model = torch.nn.Flatten().eval()
+    >>> x, y = 0.5 + torch.eye(16).view(16, 1, 4, 4) / 10, torch.arange(16)
+    >>> attack, generator = otad.attacks.Square(queries=50), torch.Generator().manual_seed(0)
+    >>> attack(model, x, y, otad.Linf(0.1, bounds=(0.0, 1.0)), generator=generator).accuracy
+    0.0
+    """
+
+    queries: int = option(2000, check_count, least=2)
+    name = "square"
+    family = "black-box"
+    needs = Needs(images=True, unit_box=True)
+    version = 2
+
+    def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
+        survivors, generator = Survivors(target, x, ball), on_device(generator, x)
+        in_l2 = ball.norm == "l2"
+        rows, change = survivors.rows, (_tiles if in_l2 else _stripes)(x, generator)
+        for query in range(1, self.queries + 1):
+            moved = x[rows] + ball.eps * ball.steepest(change)
+            rows = rows[survivors.ask(survivors.project(moved, rows), rows)]
+            if not len(rows):
+                break
+            share = WINDOW / 2 ** bisect_left(HALVED_AFTER, 10_000 * query / self.queries)
+            change = survivors.inputs[rows] - x[rows]
+            if in_l2:
+                change = _with_bumps(change, share, ball.eps, generator)
+            else:
+                change = _with_corner(change, share, generator)
+        return survivors.inputs
+
+
+def _stripes(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Return images (B,C,H,W) of random signs, one for each column of a channel."""
+    count, channels, _, width = x.shape
+    return _signs((count, channels, 1, width), x, generator).expand_as(x)
+
+
+def _tiles(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Return images (B,C,H,W) of five by five pairs of bumps with random signs."""
+    count, channels, *sides = x.shape
+    tile = max(1, sides[0] // 5)
+    down, right = (-(-side // tile) for side in sides)
+    signs = _signs((count, channels, down, right), x, generator)
+    pattern = signs.repeat_interleave(tile, 2).repeat_interleave(tile, 3)
+    pattern = pattern * bumps(tile, x.device).to(x).repeat(down, right)
+    return pattern[:, :, : sides[0], : sides[1]]
+
+
+def _with_corner(change: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """Give each channel of a window of changes (n,C,H,W) a random sign."""
+    height, width = change.shape[2:]
+    side = min(max(1, round((share * height * width) ** 0.5)), height, width)
+    places = _window(change, side, generator)
+    signs = _signs((*change.shape[:2], 1), change, generator).expand_as(places)
+    return change.flatten(2).scatter(2, places, signs).view_as(change)
+
+
+def _with_bumps(change: Tensor, share: float, eps: float, generator: torch.Generator) -> Tensor:
+    """Change a window of changes (n,C,H,W) by bumps. It takes over the squared length that another
+    window loses, and what is left of eps^2."""
+    height, width = change.shape[2:]
+    side = min(max(3, round((share * height * width) ** 0.5) | 1), height, width)  # an odd number
+    here, there = (_window(change, side, generator) for _ in range(2))
+    flat, signs = change.flatten(2), _signs((*change.shape[:2], 1), change, generator)
+    old, rest = flat.gather(2, here), flat.scatter(2, there, 0.0).scatter(2, here, 0.0)
+    squares = flat.square().sum(2, keepdim=True)
+    left = (eps**2 - squares.sum(1, keepdim=True)).clamp_min(0.0) / flat.shape[1]
+    left = left + (squares - rest.square().sum(2, keepdim=True)).clamp_min(0.0)
+    shape = bumps(side, change.device).to(change)
+    is_turned = _signs((len(change), 1, 1), change, generator) > 0
+    new = signs * torch.where(is_turned, shape.mT.flatten(), shape.flatten())
+    new = new + old / torch.linalg.vector_norm(old, dim=2, keepdim=True).clamp_min(1e-12)
+    new = new * (left / new.square().sum(2, keepdim=True).clamp_min(1e-24)).sqrt()
+    return rest.scatter(2, here, new).view_as(change)
+
+
+def _window(change: Tensor, side: int, generator: torch.Generator) -> Tensor:
+    """Return the pixels (n,C,side*side) of a random window of images (n,C,H,W), as int64."""
+    count, channels, height, width = change.shape
+    drawn = torch.rand(2, count, generator=generator, device=generator.device).to(change.device)
+    top = (drawn[0] * (height - side + 1)).long()
+    start = (drawn[1] * (width - side + 1)).long()
+    corner = (top * width + start)[:, None, None]
+    return (corner + _inside(side, width, change.device)).expand(-1, channels, -1)
+
+
+@lru_cache(maxsize=64)
+def _inside(side: int, width: int, device: torch.device) -> Tensor:
+    """Return the places of all pixels of a window relative to its corner, in rows of `width`."""
+    steps = torch.arange(side, device=device)
+    return (steps[:, None] * width + steps).flatten()
+
+
+@lru_cache(maxsize=64)
+def bumps(side: int, device: torch.device) -> Tensor:
+    """Return a window (side,side) of length 1: a bump above a negative one.
+
+    A bump is a pile of nested squares, of which square k reaches k pixels from the middle and is
+    1 / (k + 1)^2 high."""
+    upper, across = side // 2, torch.arange(side) - side // 2
+    heights = 1 / torch.arange(1, upper + 2).square()
+    heights = heights.flip(0).cumsum(0).flip(0)
+    parts = []
+    for rows, sign in ((upper, 1), (side - upper, -1)):
+        down = torch.arange(rows) - rows // 2
+        bump = heights[torch.maximum(down[:, None].abs(), across.abs())]
+        parts.append(sign * bump / bump.norm().clamp_min(1e-12))
+    both = torch.cat(parts)
+    window: Tensor = both / both.norm()
+    return window.to(device)
+
+
+def _signs(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
+    drawn = torch.randint(2, shape, generator=generator, device=generator.device)
+    return 2 * drawn.to(like) - 1
 
 
 @register_attack
