@@ -266,8 +266,9 @@ def test_ranks_of_tangents_are_those_of_the_potential(name) -> None:
     assert [view.by_tangents for view in views] == [False, True]
     assert len(Neighborhood.views(MajorityKnn(model).eval(), torch.zeros(1))) == 1
     potential = model.whole_bank.potential
-    used = ~potential.levels.isnan()
-    assert all(len(view.sites) == int(used.sum()) for view in views)
+    used = views[0].members
+    assert torch.equal(used.sort().values, (~potential.levels.isnan()).nonzero()[:, 0])
+    assert all(torch.equal(view.members, used) for view in views)
     x, z = model.bank_inputs[used].double(), model.bank_features[used].double()
     bend = potential.strong_convexity
     levels = potential.levels[used] - bend / 2 * x.square().sum(1)
@@ -280,13 +281,37 @@ def test_ranks_of_tangents_are_those_of_the_potential(name) -> None:
     assert_near(shown[:, 1:] - shown[:, :1], 2 * (lines[:, :1] - lines[:, 1:5]), 1e-3)
 
 
+def test_the_nearest_classes_and_their_nearest_points_are_those_of_a_search_point_by_point() -> (
+    None
+):
+    model = stairs()
+    x = blobs(12, 5)[0]
+    bank = Neighborhood.of(model, x)
+    assert torch.equal(bank.votes, model.backbone.head(model.bank_features).argmax(1)[bank.members])
+    ranks = bank.ranks_at(x)
+    y = torch.arange(12) % bank.outputs.shape[1]
+    least, classes = bank.nearest_classes(ranks, y)
+    found = bank.lowest_of_class(ranks, 3, classes[:, 0])
+    everything = bank.lowest_of_class(ranks, 10**6, classes[:, 0])
+    for row in range(12):
+        others = {int(vote) for vote in bank.votes} - {int(y[row])}
+        nearest = {vote: float(ranks[row, bank.votes == vote].min()) for vote in others}
+        ordered = sorted(others, key=nearest.__getitem__)
+        assert classes[row, : len(ordered)].tolist() == ordered
+        assert least[row, : len(ordered)].tolist() == sorted(nearest.values())
+        assert bool((least[row, len(ordered) :] == torch.inf).all())
+        own = (bank.votes == ordered[0]).nonzero()[:, 0]
+        own = own[ranks[row, own].argsort()]
+        assert found[row].tolist() == own[:3].tolist()
+        assert {*everything[row].tolist()} == {*own.tolist()}
+
+
 def test_far_from_the_origin_both_views_rank_as_the_differences_do() -> None:
     """A table that is not normalized: in float32 its distances drown in squares of 1e8."""
     model = lifted_stairs(1e4, bounds=None)
     queries = blobs(20, 3)[0] + 1e4
     neighbors, tangents = Neighborhood.views(model, queries)
-    used = ~model.whole_bank.potential.levels.isnan()
-    points = model.bank_inputs[used, :-LIFT].double()
+    points = model.bank_inputs[neighbors.members, :-LIFT].double()
     apart = (queries.double()[:, None] - points).square().sum(2)
     assert_near(neighbors.ranks(neighbors.embed(queries)), apart, 1e-5)
     # u_i = |x_i|^2 / 2 and z~_i = (k x_i, g_i): tangents fall as (k / 2) |x' - x_i|^2 rises

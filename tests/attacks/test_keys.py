@@ -62,12 +62,12 @@ def test_rank_is_the_lead_of_the_wrong_points_and_its_gradient() -> None:
     x, y = tiles(6, 4)
     x = x.double()
     bank = Neighborhood.of(model, x)
-    aims = bank.nearest_classes(bank.ranks(bank.embed(x)), y)[:, 0]
+    aims = bank.nearest_classes(bank.ranks(bank.embed(x)), y)[1][:, 0]
     assert bool((aims != y).all())
     rows = torch.arange(6)
     ask = _by_rank(Block(Survivors(Target(model, y), x, L2(1.0)), bank, rows), aims)
     found = ask(x, rows)
-    squares = torch.cdist(model.query_keys(x), model.bank_keys).square()
+    squares = torch.cdist(model.query_keys(x), model.bank_keys[bank.members]).square()
     for row in range(6):
         own = squares[row, bank.votes == y[row]].sort().values[:2].mean()
         other = squares[row, bank.votes == aims[row]].sort().values[:4].mean()
@@ -125,9 +125,10 @@ def test_lines_to_given_inputs_with_the_nearest_keys() -> None:
     bank = Neighborhood.of(model, x, train_x)
     wrong = bank.is_wrong(y)
     near = lowest(bank.ranks_at(x), 1, wrong)[:, 0]
-    keys = torch.cdist(model.query_keys(x), model.bank_keys).masked_fill(~wrong, torch.inf)
+    keys = torch.cdist(model.query_keys(x), model.bank_keys[bank.members])
+    keys = keys.masked_fill(~wrong, torch.inf)
     assert torch.equal(near, keys.argmin(1))
-    assert torch.equal(bank.training_inputs(near, x), train_x[near])
+    assert torch.equal(bank.training_inputs(near, x), train_x[bank.members[near]])
 
 
 @pytest.mark.parametrize(

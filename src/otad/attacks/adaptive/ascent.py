@@ -114,7 +114,7 @@ class SoftKnn(KeyAscent):
             ranks = bank.ranks_at(moved)
             width = bank.width(ranks, temperature)
             if not block.is_regression:
-                aims = bank.nearest_classes(ranks, block.y)
+                _, aims = bank.nearest_classes(ranks, block.y)
                 aim = aims[:, min(place, aims.shape[1] - 1)]
                 advantage = advantage_over(bank, aim, block.y, width)
 
@@ -207,7 +207,7 @@ class Keys(KeyAscent):
                 for temperature in self.temperatures:
                     yield _by_vote(block, temperature, jointly=is_joint), is_joint
             elif not block.is_regression:
-                aims = block.bank.nearest_classes(block.bank.ranks_at(block.x), block.y)
+                _, aims = block.bank.nearest_classes(block.bank.ranks_at(block.x), block.y)
                 for place in range(min(self.targets, aims.shape[1] - 1)):
                     yield _by_rank(block, aims[:, place]), False
 

@@ -93,13 +93,12 @@ class Straight(Attack):
             count = max(1, min(self.points, near.shape[1]) // 2)
             ends = torch.cat([order[:, :count], order[:, -count:]], dim=1)
             return [bank.training_inputs(i, x) for i in near.gather(1, ends).unbind(1)]
-        wrong = bank.is_wrong(y)
-        near = lowest(ranks, self.points, wrong)
-        first = bank.votes[near[:, 0]][:, None]
-        others = wrong & (bank.votes[None] != first)
-        second = bank.votes[lowest(ranks, 1, others)[:, 0]][:, None]
-        of_class = [wrong & (bank.votes[None] == aim) for aim in (first, second)]
-        groups = [near, *(lowest(ranks, self.points, allowed) for allowed in of_class)]
+        near = lowest(ranks, self.points, bank.is_wrong(y))
+        _, nearest = bank.nearest_classes(ranks, y)
+        of_class = (
+            bank.lowest_of_class(ranks, self.points, aim) for aim in nearest[:, :-1][:, :2].T
+        )
+        groups = [near, *of_class]
         sizes = [3 * 2**k for k in range(self.points.bit_length()) if 3 * 2**k <= self.points]
         aims = [bank.training_inputs(i, x) for i in near.unbind(1)]
         for group, size in itertools.product(groups, sizes):
@@ -322,9 +321,9 @@ def _opponents(
 
     They are the nearest points with wrong votes (n,wrong_count) and with right votes
     (n,right_count). If `place` is given, wrong votes are those for the class that is the place-th
-    nearest. In regression they are, among the nearest points, those with the values farthest from y
-    and nearest to y. With `place` 0 they are the highest and the lowest values, with `place` 1 the
-    lowest and the highest."""
+    nearest, or for the nearest one if there are fewer. In regression they are, among the nearest
+    points, those with the values farthest from y and nearest to y. With `place` 0 they are the
+    highest and the lowest values, with `place` 1 the lowest and the highest."""
     bank, y = block.bank, block.y
     ranks = bank.ranks_at(x)
     if block.is_regression:
@@ -333,14 +332,9 @@ def _opponents(
         beyond = beyond.abs() if place is None else (-1) ** place * beyond
         ranked = near.gather(1, beyond.argsort(1, descending=True))
         return ranked[:, :wrong_count], ranked[:, -right_count:]
-    wrong = bank.is_wrong(y)
-    allowed = wrong
-    if place is not None:
-        left = ranks.masked_fill(~wrong, math.inf)
-        for nearer in range(place + 1):
-            least, nearest = left.min(1, keepdim=True)
-            of_class = bank.votes[None] == bank.votes[nearest]
-            if nearer < place:
-                left = left.masked_fill(of_class, math.inf)
-        allowed = wrong & (of_class | ~least.isfinite())
-    return lowest(ranks, wrong_count, allowed), lowest(ranks, right_count, ~wrong)
+    right = bank.lowest_of_class(ranks, right_count, y)
+    if place is None:
+        return lowest(ranks, wrong_count, bank.is_wrong(y)), right
+    least, classes = (part[:, : place + 1] for part in bank.nearest_classes(ranks, y))
+    aims = torch.where(least[:, -1].isfinite(), classes[:, -1], classes[:, 0])
+    return bank.lowest_of_class(ranks, wrong_count, aims), right

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -94,10 +95,10 @@ class Neighborhood:
       sites are z~_i, and offsets are 2 (<z~_i, x_i> - u~_i).
 
     `votes` (N,) holds the class that each point alone votes for, or its value in regression;
-    `outputs` (N,C) or (N,) are the outputs it alone would give. `members` (N,) says which points of
-    the bank these are, None for all. `train_x` holds the training inputs of the whole bank, if the
-    attacker was given them. `keys` is `owner.query_keys` with a gradient that an attack can follow,
-    see `climbable`."""
+    `outputs` (N,C) or (N,) are the outputs it alone would give. Points are sorted by their class,
+    and `members` (N,) says which points of the bank they are. `train_x` holds the training inputs
+    of the whole bank, if the attacker was given them. `keys` is `owner.query_keys` with a gradient
+    that an attack can follow, see `climbable`."""
 
     owner: OTAD
     sites: Tensor
@@ -106,7 +107,7 @@ class Neighborhood:
     outputs: Tensor
     n_neighbors: int
     center: Tensor
-    members: Tensor | None = None
+    members: Tensor
     train_x: Tensor | None = None
     by_tangents: bool = False
     keys: Map | None = None
@@ -139,8 +140,13 @@ class Neighborhood:
             points = points - center
         else:
             center = torch.zeros_like(center)
-        squares = points.square().sum(1)
-        return Neighborhood(owner, points, squares, votes, outputs, count, center, train_x=train_x)
+        if outputs.dim() == 2:
+            members = votes.argsort(stable=True)
+            points, votes, outputs = points[members], votes[members], outputs[members]
+        else:
+            members = torch.arange(len(votes), device=votes.device)
+        taken = points, points.square().sum(1), votes, outputs
+        return Neighborhood(owner, *taken, count, center, members, train_x=train_x)
 
     @staticmethod
     def views(model: nn.Module, like: Tensor, train_x: Tensor | None = None) -> list[Neighborhood]:
@@ -156,11 +162,11 @@ class Neighborhood:
         bank = owner.bank_inputs, owner.bank_features
         pairs = Pairs(*bank, potential.strong_convexity, like.device)
         levels = potential_lines(pairs, potential) - pairs.image_squares / (2 * potential.modulus)
-        members = levels.isfinite().nonzero()[:, 0]
-        names = ("sites", "offsets", "votes", "outputs")
-        taken = {name: getattr(self, name)[members] for name in names}
-        count = min(self.n_neighbors, len(members))
-        common = replace(self, members=members, n_neighbors=count, **taken)
+        kept = levels.isfinite()[self.members]
+        names = ("sites", "offsets", "votes", "outputs", "members")
+        taken = {name: getattr(self, name)[kept] for name in names}
+        members = taken["members"]
+        common = replace(self, n_neighbors=min(self.n_neighbors, len(members)), **taken)
         width = common.sites.shape[1]
         shift = pairs.center.clone()
         shift[:width] -= self.center
@@ -185,7 +191,7 @@ class Neighborhood:
 
     def training_inputs(self, indices: Tensor, like: Tensor) -> Tensor:
         """Return the inputs (B,*input_shape) that bank points (B,) were made from."""
-        owner, rows = self.owner, indices if self.members is None else self.members[indices]
+        owner, rows = self.owner, self.members[indices]
         if self.train_x is not None:
             return self.train_x[rows.to(self.train_x.device)].to(like)
         expected = f"the training inputs, which {type(owner.backbone).__name__} hides"
@@ -217,13 +223,32 @@ class Neighborhood:
         """Return which bank points (B,N) vote against the right answers y (B,)."""
         return self.votes[None] != y[:, None]
 
-    def nearest_classes(self, ranks: Tensor, y: Tensor) -> Tensor:
-        """Return the classes (B,C), sorted by the least rank (B,N) of a point that votes for each.
+    def nearest_classes(self, ranks: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the least rank (B,N) of a point that votes for each class, sorted (B,C), and the
+        classes (B,C). It is infinite for classes without a vote and for the right ones y (B,)."""
+        parts = ranks.split(self._class_sizes[0], dim=1)
+        least = [
+            part.amin(1) if part.shape[1] else part.new_full(y.shape, torch.inf) for part in parts
+        ]
+        return torch.stack(least, 1).scatter_(1, y[:, None], torch.inf).sort(1)
 
-        Classes without a vote and the right ones y (B,) come last."""
-        first = ranks.new_full((len(y), self.outputs.shape[1]), torch.inf)
-        first.scatter_reduce_(1, self.votes.expand(len(y), -1), ranks, "amin")
-        return first.scatter_(1, y[:, None], torch.inf).argsort(1)
+    def lowest_of_class(self, ranks: Tensor, count: int, classes: Tensor) -> Tensor:
+        """Return the bank points (B,count) of least rank (B,N) that vote for the classes (B,), with
+        the first in place of those that a class does not have."""
+        most, sizes = max(self._class_sizes[0]), self._class_sizes[1]
+        steps = torch.arange(most, device=ranks.device)
+        places = (sizes.cumsum(0) - sizes)[classes, None] + steps
+        places = places.clamp_max(ranks.shape[1] - 1)
+        own = ranks.gather(1, places).masked_fill(steps >= sizes[classes, None], torch.inf)
+        best = own.topk(min(count, most), largest=False)
+        chosen = places.gather(1, best.indices)
+        return torch.where(best.values.isfinite(), chosen, chosen[:, :1])
+
+    @cached_property
+    def _class_sizes(self) -> tuple[list[int], Tensor]:
+        """How many points vote for each class, as a list and as a tensor (C,)."""
+        sizes = self.votes.bincount(minlength=self.outputs.shape[1])
+        return sizes.tolist(), sizes
 
     @torch.no_grad()
     def ranks_at(self, x: Tensor) -> Tensor:
