@@ -35,10 +35,14 @@ LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "dlr": dlr, "margin":
 check_loss = partial(check_choice, choices=tuple(LOSSES))
 
 
+def squared_error(values: Tensor, y: Tensor) -> Tensor:
+    return (values - y).square()
+
+
 def loss_for(name: str, y: Tensor) -> Loss:
     """Return the loss of that name for labels y, or the squared error for values y."""
     if y.is_floating_point():
-        return lambda values, y: (values - y).square()
+        return squared_error
     return LOSSES[check_loss(name, "loss")]
 
 
@@ -58,14 +62,20 @@ def towards(target: Target, classes: Tensor, substitute: nn.Module | None) -> Ob
     """Return the objective logits_c - logits_y, where c is the class of each example in `classes`
     (B,)."""
 
-    def evaluate(moved: Tensor, rows: Tensor) -> Evaluated:
-        def lead(logits: Tensor, y: Tensor) -> Tensor:
-            aimed, own = (logits.gather(1, one[:, None])[:, 0] for one in (classes[rows], y))
-            return aimed - own
+    if substitute is None:
+        return lambda moved, rows: target.evaluate(moved, lead, rows, classes[rows])
 
-        return objective_of(target, lead, substitute)(moved, rows)
+    def evaluate(moved: Tensor, rows: Tensor) -> Evaluated:
+        loss = partial(lead, aims=classes[rows])
+        return substitute_gradient(target, loss, substitute)(moved, rows)
 
     return evaluate
+
+
+def lead(logits: Tensor, y: Tensor, aims: Tensor) -> Tensor:
+    """Return by how much the logits of the classes `aims` (B,) exceed those of y (B,)."""
+    aimed, own = (logits.gather(1, one[:, None])[:, 0] for one in (aims, y))
+    return aimed - own
 
 
 def asking(target: Target, climbed: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Objective:

@@ -24,7 +24,8 @@ from otad.attacks.objectives import (
     towards,
     wrong_classes,
 )
-from otad.attacks.projection import projected
+from otad.attacks.projection import ascended, projected
+from otad.attacks.row_graphs import row_wise
 from otad.attacks.stand_in import climbable
 from otad.attacks.target import Survivors, Target
 from otad.checks import check_count, check_positive, require
@@ -127,8 +128,11 @@ class ProjectedAscent(Ascent):
                     return
                 if len(alive) < len(rows):
                     rows, moved, gradient = rows[alive], moved[alive], gradient[alive]
-            step = ball.steepest(gradient) if self.normalize else gradient
-            moved = survivors.project(moved + length * step, rows)
+            if self.normalize:
+                lengths = moved.new_full((len(moved),), length)
+                moved = ascended(survivors.x[rows], moved, lengths, gradient, ball=ball)
+            else:
+                moved = survivors.project(moved + length * gradient, rows)
         alive = survivors.ask(moved, rows)
         if self.normalize and not self.last_only and bool(alive.any()):
             rows, gradient = rows[alive], gradient[alive]
@@ -272,21 +276,17 @@ class _Path:
                 setattr(self, name, tensor[kept])
 
     def next_point(self, ball: LpBall, momentum: float) -> Tensor:
-        step = per_row(self.step, self.point) * ball.steepest(self.gradient)
-        ahead = projected(ball, self.point + step, self.x)
-        inertia = self.point - self.previous
-        moved = self.point + momentum * (ahead - self.point) + (1 - momentum) * inertia
-        return projected(ball, moved, self.x)
+        about = self.x, self.point, self.previous, self.step, self.gradient
+        return _next_point(*about, ball=ball, momentum=momentum)
 
     def move(self, point: Tensor, value: Tensor, gradient: Tensor) -> None:
-        self.raised = self.raised + (value > self.value)
+        best = self.best, self.best_value, self.best_gradient
+        self.best, self.best_value, self.best_gradient, raised = _best_of(
+            *best, self.value, point, value, gradient
+        )
+        self.raised = self.raised + raised
         self.previous, self.point = self.point, point
         self.value, self.gradient = value, gradient
-        better = value > self.best_value
-        rows = per_row(better, point)
-        self.best = torch.where(rows, point, self.best)
-        self.best_value = torch.where(better, value, self.best_value)
-        self.best_gradient = torch.where(rows, gradient, self.best_gradient)
 
     def adapt(self, taken: int) -> None:
         """At a checkpoint, `taken` steps after the last, halve the step size where it is due."""
@@ -299,6 +299,29 @@ class _Path:
         self.value = torch.where(halved, self.best_value, self.value)
         self.step_is_old, self.marked_value = ~halved, self.best_value
         self.raised = torch.zeros_like(self.raised)
+
+
+@row_wise
+def _next_point(
+    x: Tensor, point: Tensor, previous: Tensor, step: Tensor, gradient: Tensor,
+    *, ball: LpBall, momentum: float,
+) -> Tensor:  # fmt: skip
+    ahead = ascended(x, point, step, gradient, ball=ball)
+    moved = point + momentum * (ahead - point) + (1 - momentum) * (point - previous)
+    return projected(ball, moved, x)
+
+
+@row_wise
+def _best_of(
+    best: Tensor, best_value: Tensor, best_gradient: Tensor, before: Tensor,
+    point: Tensor, value: Tensor, gradient: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the best point so far with its value and gradient, and whether the value was raised
+    from the one `before`."""
+    better = value > best_value
+    rows = per_row(better, point)
+    kept = torch.where(rows, point, best), torch.where(better, value, best_value)
+    return *kept, torch.where(rows, gradient, best_gradient), value > before
 
 
 @register_attack

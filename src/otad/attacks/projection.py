@@ -1,15 +1,16 @@
-"""Projects inputs into a ball, on a GPU by one kernel: attacks do so at every step."""
+"""Steps within a ball, on a GPU by few kernels: attacks take them by the thousand."""
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from otad.attacks.row_graphs import row_wise
 from otad.io.environment import has_triton
-from otad.threat import L2, Linf, LpBall
+from otad.threat import L2, Linf, LpBall, per_row
 from otad.threat.ball import FIRST_SHRINK
 from otad.threat.norms import FILLINGS
 
@@ -20,6 +21,13 @@ ROOM = 1e-12  # of a squared length, for other sums of the same squares
 def projected(ball: LpBall, moved: Tensor, x: Tensor) -> Tensor:
     """Return `ball.project(moved, x)` for legal examples x (n,*), up to rounding."""
     return project_by_kernel(ball, moved, x) if has_kernel(ball, x) else ball.project(moved, x)
+
+
+@row_wise
+def ascended(x: Tensor, moved: Tensor, length: Tensor, gradient: Tensor, *, ball: LpBall) -> Tensor:
+    """Return the points (n,*) of the ball around x that are a step of some length (n,), in units of
+    the ball, along a gradient from `moved`."""
+    return projected(ball, moved + per_row(length, moved) * ball.steepest(gradient), x)
 
 
 def has_kernel(ball: LpBall, x: Tensor) -> bool:
@@ -46,7 +54,7 @@ def project_by_kernel(ball: LpBall, moved: Tensor, x: Tensor) -> Tensor:
     return nearest
 
 
-@lru_cache(maxsize=64)
+@cache  # and never forgotten, as graphs read them
 def _numbers(norm: str, eps: float, low: float, high: float, *, device: torch.device) -> Tensor:
     """Return what the kernel needs, in float64: plain arguments would be rounded to float32."""
     most = eps if norm == "linf" else eps**2 * (1 - ROOM)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from torch import Tensor
 from otad.attacks.base import Attack, option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.objectives import cross_entropy
+from otad.attacks.projection import ascended
+from otad.attacks.row_graphs import row_wise
 from otad.attacks.target import Survivors, Target, gain_of
 from otad.checks import check_count, require
-from otad.threat import LpBall, per_row
+from otad.threat import LpBall
 
 GROWTH = 1.5  # factor of the step after a success; four failures undo it (the one-fifth rule)
 LONGEST = 2.0  # the longest step, in units of eps: across the ball
@@ -26,6 +28,7 @@ SHORTEST = {"l2": 2.0**-10, "linf": LONGEST}  # in linf always the longest: corn
 # queries, in units of a 10,000th of all.
 WINDOW = 0.8
 HALVED_AFTER = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
+NUMBERS = 5  # drawn for a window and another one, and for their direction; then one a channel
 
 Share = tuple[float, float]
 
@@ -110,16 +113,21 @@ class RandomSearch(Attack):
         for _ in range(self.queries):
             before = survivors.gain[rows]
             alive = survivors.ask(moved, rows)
-            better = survivors.gain[rows] > before
-            length[rows] *= torch.where(better, GROWTH, GROWTH**-0.25).to(x)
-            length.clamp_(SHORTEST[ball.norm] * ball.eps, LONGEST * ball.eps)
+            length[rows] = _adapted(length[rows], before, survivors.gain[rows], ball=ball)
             rows = rows[alive]
             if not len(rows):
                 break
             drawn = _sparse_draw(x[rows], free, generator)
-            step = per_row(length[rows], x) * ball.steepest(drawn)
-            moved = survivors.project(survivors.inputs[rows] + step, rows)
+            best = survivors.inputs[rows]
+            moved = ascended(x[rows], best, length[rows], drawn, ball=ball)
         return survivors.inputs
+
+
+@row_wise
+def _adapted(length: Tensor, before: Tensor, after: Tensor, *, ball: LpBall) -> Tensor:
+    """Return the lengths of the next steps (n,), from the gain (n,) before and after the last."""
+    longer = length * torch.where(after > before, GROWTH, GROWTH**-0.25).to(length)
+    return longer.clamp(SHORTEST[ball.norm] * ball.eps, LONGEST * ball.eps)
 
 
 def _sparse_draw(x: Tensor, free: Tensor, generator: torch.Generator) -> Tensor:
@@ -129,13 +137,19 @@ def _sparse_draw(x: Tensor, free: Tensor, generator: torch.Generator) -> Tensor:
     count = len(x)
     place: dict[str, Any] = {"generator": generator, "device": x.device}
     share = len(free) ** -torch.rand(count, 1, **place)
-    values = torch.randn(count, len(free), **place)
-    chosen = torch.rand(count, len(free), **place) < share
-    chosen.scatter_(1, torch.randint(len(free), (count, 1), **place), True)
-    drawn: Tensor = values * chosen
+    values, chances = (draw(count, len(free), **place) for draw in (torch.randn, torch.rand))
+    certain = torch.randint(len(free), (count, 1), **place)
+    drawn = _chosen(values, chances, share, certain)
     if len(free) < x[0].numel():
         drawn = drawn.new_zeros(count, x[0].numel()).index_copy_(1, free, drawn)
     return drawn.view(x.shape).to(x)
+
+
+@row_wise
+def _chosen(values: Tensor, chances: Tensor, share: Tensor, certain: Tensor) -> Tensor:
+    """Return values (n,d) where chances (n,d) are below the share (n,1) or the place (n,1) is
+    certain, and 0 elsewhere."""
+    return values * (chances < share).scatter(1, certain, True)
 
 
 def on_device(generator: torch.Generator, x: Tensor) -> torch.Generator:
@@ -183,20 +197,31 @@ class Square(Attack):
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         survivors, generator = Survivors(target, x, ball), on_device(generator, x)
-        in_l2 = ball.norm == "l2"
-        rows, change = survivors.rows, (_tiles if in_l2 else _stripes)(x, generator)
+        start = _tiles if ball.norm == "l2" else _stripes
+        rows, (height, width) = survivors.rows, x.shape[2:]
+        length = x.new_full((len(x),), ball.eps)
+        moved = ascended(x, x, length, start(x, generator), ball=ball)
         for query in range(1, self.queries + 1):
-            moved = x[rows] + ball.eps * ball.steepest(change)
-            rows = rows[survivors.ask(survivors.project(moved, rows), rows)]
+            rows = rows[survivors.ask(moved, rows)]
             if not len(rows):
                 break
             share = WINDOW / 2 ** bisect_left(HALVED_AFTER, 10_000 * query / self.queries)
-            change = survivors.inputs[rows] - x[rows]
-            if in_l2:
-                change = _with_bumps(change, share, ball.eps, generator)
-            else:
-                change = _with_corner(change, share, generator)
+            side = max(1, round((share * height * width) ** 0.5))
+            here = x[rows], survivors.inputs[rows], length[rows]
+            drawn = torch.rand(
+                len(rows), NUMBERS + x.shape[1], generator=generator, device=generator.device
+            )
+            moved = _with_window(*here, drawn.to(x), ball=ball, side=side)
         return survivors.inputs
+
+
+@row_wise
+def _with_window(
+    x: Tensor, best: Tensor, length: Tensor, drawn: Tensor, *, ball: LpBall, side: int
+) -> Tensor:
+    """Return the best images (n,C,H,W) changed within a window of a side."""
+    changed = _with_bumps if ball.norm == "l2" else _with_corner
+    return ascended(x, x, length, changed(best - x, side, ball.eps, drawn), ball=ball)
 
 
 def _stripes(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -216,52 +241,50 @@ def _tiles(x: Tensor, generator: torch.Generator) -> Tensor:
     return pattern[:, :, : sides[0], : sides[1]]
 
 
-def _with_corner(change: Tensor, share: float, generator: torch.Generator) -> Tensor:
+def _with_corner(change: Tensor, side: int, eps: float, drawn: Tensor) -> Tensor:
     """Give each channel of a window of changes (n,C,H,W) a random sign."""
-    height, width = change.shape[2:]
-    side = min(max(1, round((share * height * width) ** 0.5)), height, width)
-    places = _window(change, side, generator)
-    signs = _signs((*change.shape[:2], 1), change, generator).expand_as(places)
+    places = _window(change, min(side, *change.shape[2:]), drawn[:, :2])
+    signs = _sign_of(drawn[:, NUMBERS:, None]).expand(places.shape)
     return change.flatten(2).scatter(2, places, signs).view_as(change)
 
 
-def _with_bumps(change: Tensor, share: float, eps: float, generator: torch.Generator) -> Tensor:
+def _with_bumps(change: Tensor, side: int, eps: float, drawn: Tensor) -> Tensor:
     """Change a window of changes (n,C,H,W) by bumps. It takes over the squared length that another
     window loses, and what is left of eps^2."""
-    height, width = change.shape[2:]
-    side = min(max(3, round((share * height * width) ** 0.5) | 1), height, width)  # an odd number
-    here, there = (_window(change, side, generator) for _ in range(2))
-    flat, signs = change.flatten(2), _signs((*change.shape[:2], 1), change, generator)
+    side = min(max(3, side | 1), *change.shape[2:])  # an odd number
+    here, there = (_window(change, side, two) for two in (drawn[:, :2], drawn[:, 2:4]))
+    flat = change.flatten(2)
     old, rest = flat.gather(2, here), flat.scatter(2, there, 0.0).scatter(2, here, 0.0)
     squares = flat.square().sum(2, keepdim=True)
     left = (eps**2 - squares.sum(1, keepdim=True)).clamp_min(0.0) / flat.shape[1]
     left = left + (squares - rest.square().sum(2, keepdim=True)).clamp_min(0.0)
     shape = bumps(side, change.device).to(change)
-    is_turned = _signs((len(change), 1, 1), change, generator) > 0
-    new = signs * torch.where(is_turned, shape.mT.flatten(), shape.flatten())
+    is_turned = drawn[:, 4, None, None] < 0.5
+    shape = torch.where(is_turned, shape.mT.flatten(), shape.flatten())
+    new = _sign_of(drawn[:, NUMBERS:, None]) * shape
     new = new + old / torch.linalg.vector_norm(old, dim=2, keepdim=True).clamp_min(1e-12)
     new = new * (left / new.square().sum(2, keepdim=True).clamp_min(1e-24)).sqrt()
     return rest.scatter(2, here, new).view_as(change)
 
 
-def _window(change: Tensor, side: int, generator: torch.Generator) -> Tensor:
-    """Return the pixels (n,C,side*side) of a random window of images (n,C,H,W), as int64."""
-    count, channels, height, width = change.shape
-    drawn = torch.rand(2, count, generator=generator, device=generator.device).to(change.device)
-    top = (drawn[0] * (height - side + 1)).long()
-    start = (drawn[1] * (width - side + 1)).long()
+def _window(change: Tensor, side: int, drawn: Tensor) -> Tensor:
+    """Return the pixels (n,C,side*side) of a window of images (n,C,H,W), as int64. It is where two
+    numbers `drawn` (n,2) between 0 and 1 put it."""
+    height, width = change.shape[2:]
+    top = (drawn[:, 0] * (height - side + 1)).long()
+    start = (drawn[:, 1] * (width - side + 1)).long()
     corner = (top * width + start)[:, None, None]
-    return (corner + _inside(side, width, change.device)).expand(-1, channels, -1)
+    return (corner + _inside(side, width, change.device)).expand(-1, change.shape[1], -1)
 
 
-@lru_cache(maxsize=64)
+@cache  # and never forgotten, as graphs read them
 def _inside(side: int, width: int, device: torch.device) -> Tensor:
     """Return the places of all pixels of a window relative to its corner, in rows of `width`."""
     steps = torch.arange(side, device=device)
     return (steps[:, None] * width + steps).flatten()
 
 
-@lru_cache(maxsize=64)
+@cache  # and never forgotten, as graphs read them
 def bumps(side: int, device: torch.device) -> Tensor:
     """Return a window (side,side) of length 1: a bump above a negative one.
 
@@ -281,8 +304,13 @@ def bumps(side: int, device: torch.device) -> Tensor:
 
 
 def _signs(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
-    drawn = torch.randint(2, shape, generator=generator, device=generator.device)
-    return 2 * drawn.to(like) - 1
+    drawn = torch.rand(shape, generator=generator, device=generator.device)
+    return _sign_of(drawn.to(like))
+
+
+def _sign_of(drawn: Tensor) -> Tensor:
+    """Return -1 or 1 for numbers between 0 and 1, with the same probability."""
+    return torch.where(drawn < 0.5, -1.0, 1.0).to(drawn)
 
 
 @register_attack

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from otad.attacks.projection import projected
+from otad.attacks.row_graphs import row_wise
 from otad.checks import check_shape, require
 from otad.model.captured import quick
 from otad.threat import LpBall, per_row
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[..., Tensor]
 """Maps outputs (n,C) or (n,) and targets (n,) to the values (n,) that an attacker maximizes."""
 
 
@@ -74,6 +75,45 @@ class Evaluated(NamedTuple):
     gradient: Tensor
 
 
+@row_wise
+def judged(
+    best: Tensor, gain: Tensor, moved: Tensor, outputs: Tensor, y: Tensor,
+    *, tolerance: float, breakable: bool, final: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the better of the `best` inputs (n,*) and `moved`, where the model's outputs are
+    given, its gain (n,), and whether `moved` breaks the example (n,).
+
+    If it is `final`, nothing is better than an input that breaks the example."""
+    broken, found = is_wrong(outputs, y, tolerance) & breakable, gain_of(outputs, y)
+    if final:
+        # Tied logits break an example although its gain is 0: no later input may replace it.
+        found = found.masked_fill(broken, math.inf)
+    better = found > gain
+    kept = torch.where(per_row(better, moved), moved, best)
+    return kept, torch.where(better, found.to(gain.dtype), gain), broken
+
+
+def is_wrong(outputs: Tensor, y: Tensor, tolerance: float) -> Tensor:
+    """Return whether outputs are wrong (n,): another class, an abstention, a large error."""
+    if y.is_floating_point():
+        return ~((outputs - y).abs() <= tolerance)
+    return (outputs.argmax(1) != y) | outputs.isnan().any(1)
+
+
+@row_wise
+def slope_of(outputs: Tensor, *about: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    """Return the values (n,) of a loss at outputs, and its gradient in them."""
+    return value_and_gradient(lambda at: loss(at, *about), outputs)
+
+
+@row_wise
+def without_holes(value: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a gradient (n,*) with 0 where it is not finite, and whether an attack is blind there
+    (n,): an entry is NaN or infinite although the value (n,) is finite."""
+    blind = ~gradient.flatten(1).isfinite().all(1) & value.isfinite()
+    return gradient.nan_to_num(0.0, 0.0, 0.0), blind
+
+
 def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the values (n,) of a function of each row, and its gradient (n,*).
 
@@ -124,21 +164,25 @@ class Target:
         with torch.no_grad():
             return answers(self.model, x)
 
-    def evaluate(self, x: Tensor, loss: Loss, rows: Tensor | None = None) -> Evaluated:
-        """Return the outputs at inputs x (n,*), their loss, and its gradient in x."""
+    def evaluate(
+        self, x: Tensor, loss: Loss, rows: Tensor | None = None, *about: Tensor
+    ) -> Evaluated:
+        """Return the outputs at inputs x (n,*), their loss, and its gradient in x.
+
+        The loss is a function of outputs, right answers and the tensors (n,*) `about` them."""
         self._count(self.forwards, rows)
         self._count(self.backwards, rows)
-        outputs: list[Tensor] = []
         model = quick(self.model) if self.draws == 1 else self.model
-
-        def value_of(inputs: Tensor) -> Tensor:
-            outputs.append(model(inputs))
-            return loss(outputs[-1], self.targets(rows))
-
-        drawn = []
+        drawn, about = [], (self.targets(rows), *about)
         for _ in range(self.draws):
-            value, gradient = self.differentiate(value_of, x, rows)
-            drawn.append(Evaluated(outputs.pop().detach(), value, gradient))
+            at = x.detach().requires_grad_()
+            with torch.enable_grad():
+                outputs = model(at)
+            value, slope = slope_of(outputs.detach(), *about, loss=loss)
+            gradient = torch.zeros_like(x)
+            if outputs.requires_grad:
+                (gradient,) = torch.autograd.grad(outputs, at, slope, materialize_grads=True)
+            drawn.append(Evaluated(outputs.detach(), value, self._seen(value, gradient, rows)))
         if self.draws == 1:
             return drawn[0]
         return Evaluated(*(torch.stack(each).mean(0) for each in zip(*drawn, strict=True)))
@@ -152,17 +196,17 @@ class Target:
         become 0. Where that happens although the value is finite, the example is marked as `blind`,
         because the attack does not see where to go."""
         value, gradient = value_and_gradient(function, x)
-        blind = ~gradient.flatten(1).isfinite().all(1) & value.isfinite()
-        rows = torch.arange(len(x), device=x.device) if rows is None else rows
+        return value, self._seen(value, gradient, rows)
+
+    def _seen(self, value: Tensor, gradient: Tensor, rows: Tensor | None) -> Tensor:
+        gradient, blind = without_holes(value, gradient)
+        rows = torch.arange(len(value), device=value.device) if rows is None else rows
         self.blind[rows] |= blind  # without a question that a GPU would have to answer first
-        return value, gradient.nan_to_num(0.0, 0.0, 0.0)
+        return gradient
 
     def is_broken(self, outputs: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Return whether outputs are wrong (n,): another class, an abstention, a large error."""
-        y = self.targets(rows)
-        if y.is_floating_point():
-            return ~((outputs - y).abs() <= self.tolerance) & self.breakable
-        return ((outputs.argmax(1) != y) | outputs.isnan().any(1)) & self.breakable
+        """Return whether outputs are wrong (n,), see `is_wrong`."""
+        return is_wrong(outputs, self.targets(rows), self.tolerance) & self.breakable
 
     def is_done(self, gain: Tensor) -> Tensor:
         """Return whether a larger gain (n,) would be of no use.
@@ -198,7 +242,7 @@ class Survivors:
         """Ask the model about inputs (n,*) and keep those with more gain.
 
         Broken examples are updated as well."""
-        self._keep(moved, gain_of(self.target(moved, rows), self.target.targets(rows)), rows)
+        self._record(moved, self.target(moved, rows), rows, final=False)
 
     def ask(self, moved: Tensor, rows: Tensor) -> Tensor:
         """Ask the model about inputs (n,*) and record its outputs as `judge` does."""
@@ -208,18 +252,14 @@ class Survivors:
         """Record the model's outputs at inputs (n,*) and return which of them are not broken.
 
         The first broken input of an example is final."""
-        broken = self.target.is_broken(outputs, rows)
-        gain = gain_of(outputs, self.target.targets(rows))
-        # Tied logits break an example although its gain is 0: no later input may replace it.
-        self._keep(moved, gain.masked_fill(broken, math.inf), rows)
-        return ~broken
+        return ~self._record(moved, outputs, rows, final=True)
 
-    def _keep(self, moved: Tensor, gain: Tensor, rows: Tensor) -> None:
-        # Without a list of the better ones, which a GPU would have to send first.
-        best, inputs = self.gain[rows], self.inputs[rows]
-        better = gain > best
-        self.inputs[rows] = torch.where(per_row(better, moved), moved, inputs)
-        self.gain[rows] = torch.where(better, gain.to(best.dtype), best)
+    def _record(self, moved: Tensor, outputs: Tensor, rows: Tensor, *, final: bool) -> Tensor:
+        target = self.target
+        about = self.inputs[rows], self.gain[rows], moved, outputs, target.targets(rows)
+        how: dict[str, Any] = {"tolerance": target.tolerance, "breakable": target.breakable}
+        self.inputs[rows], self.gain[rows], broken = judged(*about, **how, final=final)
+        return broken
 
 
 def check_outputs(outputs: Tensor, y: Tensor, name: str = "model") -> None:

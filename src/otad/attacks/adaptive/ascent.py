@@ -19,10 +19,10 @@ from otad.attacks.base import option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.objectives import Objective, asking, loss_for
 from otad.attacks.pgd import Apgd
+from otad.attacks.projection import ascended
 from otad.attacks.stand_in import Map, climbable
 from otad.attacks.target import Evaluated, Survivors
 from otad.checks import check_count, check_positive, require
-from otad.nets import only_normalizes
 from otad.threat import L2
 
 ASK_EVERY = 5  # steps between two answers of the model, which the ascent itself does not need
@@ -49,11 +49,11 @@ class KeyAscent(BankAttack):
         """Yield blocks of examples whose keys have a usable gradient."""
         keys: Map | None = None
         for block in blocks_of(survivors):
-            owner = block.bank.owner
-            is_plain = owner.metric is None and only_normalizes(owner.backbone)
-            if keys is None and (self.stand_in is not None or not is_plain):
-                keys = climbable(owner.query_keys, survivors.x, survivors.ball, self.stand_in)
-            yield Block(survivors, replace(block.bank, keys=keys), block.rows)
+            bank = block.bank
+            if keys is None and (self.stand_in is not None or not bank.is_plain):
+                given = bank.owner.query_keys, survivors.x, survivors.ball
+                keys = climbable(*given, self.stand_in)
+            yield Block(survivors, replace(bank, keys=keys), block.rows)
 
 
 @register_attack
@@ -130,7 +130,8 @@ class SoftKnn(KeyAscent):
             _, gradient = block.target.differentiate(smooth, moved, block.rows)
             # Steps shrink from the radius of the ball to 0: the function is smooth, so few suffice.
             stride = ball.eps * (1 + math.cos(math.pi * (step - 1) / self.steps)) / 2
-            moved = block.survivors.project(moved + stride * ball.steepest(gradient), block.rows)
+            length = moved.new_full((len(moved),), stride)
+            moved = ascended(block.x, moved, length, gradient, ball=ball)
             if step % ASK_EVERY == 0 or step == self.steps:
                 block.offer(moved)
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from otad.attacks.adaptive.neighborhood import BankAttack, Block, blocks_of, lowest
+from otad.attacks.adaptive.neighborhood import BankAttack, Block, Neighborhood, blocks_of, lowest
 from otad.attacks.base import Attack, option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.pgd import Apgd
-from otad.attacks.projection import projected
+from otad.attacks.projection import ascended, projected
+from otad.attacks.row_graphs import row_wise
 from otad.attacks.target import Survivors, Target
 from otad.checks import check_count, check_positive
 from otad.model.otad import OTAD
@@ -145,7 +146,7 @@ class Bisector(BankAttack):
     def search(self, survivors: Survivors, generator: torch.Generator) -> None:
         for block in blocks_of(survivors):
             bank, embedded = block.bank, block.bank.embed(block.x)
-            wrong, right = _opponents(block, block.x, self.pairs, bank.n_neighbors)
+            wrong, right = _opponents(bank, block.x, block.y, self.pairs, bank.n_neighbors)
             ranks, mean = bank.ranks_of(embedded, right), bank.sites[right].mean(1)
             of_mean = ranks.mean(1) if bank.by_tangents else (embedded - mean).square().sum(1)
             others = [(bank.sites[right[:, place]], ranks[:, place]) for place in (0, -1)]
@@ -208,14 +209,17 @@ class Region(BankAttack):
         places = range(2 if survivors.target.y.is_floating_point() else self.classes)
         for block in blocks_of(survivors):
             if self.singles:
-                wrong, right = _opponents(block, block.x, self.singles, self.opponents)
+                wrong, right = _opponents(
+                    block.bank, block.x, block.y, self.singles, self.opponents
+                )
                 for one in wrong.split(1, dim=1):
                     _step(block, one, right)
             for place, size in itertools.product(places, self.sizes):
                 block = block.remaining()
                 here = block.x
                 for _ in range(self.rounds if len(block.rows) else 0):
-                    here = _step(block, *_opponents(block, here, size, self.opponents, place))
+                    about = block.bank, here, block.y, size, self.opponents, place
+                    here = _step(block, *_opponents(*about))
 
 
 @register_attack
@@ -268,19 +272,28 @@ class Pull(BankAttack):
                 if not len(block.rows):
                     break
                 here, bank = block.x, block.bank
+                length = here.new_full((len(here),), STRIDE * ball.eps)
                 for _ in range(self.steps):
-                    wrong, right = (
-                        bank.sites[some].mean(1)
-                        for some in _opponents(block, here, size, size, place)
-                    )
-                    ahead = bank.inputs(bank.embed(here) + wrong - right, here) - here
-                    stride = STRIDE * ball.eps * ball.steepest(ahead)
-                    here = survivors.project(here + stride, block.rows)
+                    given = block.x, here, block.y, length
+                    here = _pulled(*given, bank=bank, ball=ball, size=size, place=place)
                     block.offer(here)
                 rows = survivors.among(block.rows)
                 if climbs and len(rows):
                     start = here[torch.isin(block.rows, rows)]
                     climber.climb(survivors, objective, start, rows)
+
+
+@row_wise
+def _pulled(
+    x: Tensor, here: Tensor, y: Tensor, length: Tensor,
+    *, bank: Neighborhood, ball: LpBall, size: int, place: int,
+) -> Tensor:  # fmt: skip
+    """Return inputs (n,*) that are a step of a length (n,) from the inputs `here` towards the mean
+    of near wrong points and away from that of near right ones."""
+    chosen = _opponents(bank, here, y, size, size, place)
+    wrong, right = (bank.sites[some].mean(1) for some in chosen)
+    ahead = bank.inputs(bank.embed(here) + wrong - right, here) - here
+    return ascended(x, here, length, ahead, ball=ball)
 
 
 def _step(block: Block, wrong: Tensor, right: Tensor) -> Tensor:
@@ -315,18 +328,18 @@ def shortest_step(gaps: Tensor, need: Tensor) -> Tensor:
 
 
 def _opponents(
-    block: Block, x: Tensor, wrong_count: int, right_count: int, place: int | None = None
-) -> tuple[Tensor, Tensor]:
+    bank: Neighborhood, x: Tensor, y: Tensor,
+    wrong_count: int, right_count: int, place: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return bank points near x (n,*) to move towards, and others to move away from.
 
-    They are the nearest points with wrong votes (n,wrong_count) and with right votes
-    (n,right_count). If `place` is given, wrong votes are those for the class that is the place-th
-    nearest, or for the nearest one if there are fewer. In regression they are, among the nearest
-    points, those with the values farthest from y and nearest to y. With `place` 0 they are the
-    highest and the lowest values, with `place` 1 the lowest and the highest."""
-    bank, y = block.bank, block.y
+    They are the nearest points with votes that are wrong (n,wrong_count) and right (n,right_count),
+    where y (n,) are the right answers. If `place` is given, wrong votes are those for the class
+    that is the place-th nearest, or for the nearest one if there are fewer. In regression they are,
+    among the nearest points, those with the values farthest from y and nearest to y. With `place` 0
+    they are the highest and the lowest values, with `place` 1 the lowest and the highest."""
     ranks = bank.ranks_at(x)
-    if block.is_regression:
+    if y.is_floating_point():
         near = lowest(ranks, 10 * (wrong_count + right_count))
         beyond = bank.votes[near] - y[:, None]
         beyond = beyond.abs() if place is None else (-1) ** place * beyond

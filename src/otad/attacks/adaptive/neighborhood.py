@@ -177,16 +177,23 @@ class Neighborhood:
             sites[part] = images[:, :width].to(like)
         return [common, replace(common, sites=sites, offsets=offsets, by_tangents=True)]
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether neighbors are those of inputs that are only normalized."""
+        return self.owner.metric is None and only_normalizes(self.owner.backbone)
+
     def embed(self, x: Tensor) -> Tensor:
-        keys = (self.keys or self.owner.query_keys)(x)
+        if self.keys is None and self.is_plain:
+            keys = self.owner.backbone.embed(x)  # without checks, which read from a GPU
+        else:
+            keys = (self.keys or self.owner.query_keys)(x)
         return keys[:, : self.sites.shape[1]] - self.center
 
     def inputs(self, points: Tensor, like: Tensor) -> Tensor:
         """Return points (..., d) as inputs (..., *input_shape), the inverse of `embed`."""
         metric, backbone = self.owner.metric, self.owner.backbone
-        fits = metric is None and only_normalizes(backbone)
         expected = "neighbors of inputs that are only normalized"
-        require(fits, "model", expected, type(metric or backbone).__name__)
+        require(self.is_plain, "model", expected, type(metric or backbone).__name__)
         return denormalized(backbone, points + self.center).to(like)
 
     def training_inputs(self, indices: Tensor, like: Tensor) -> Tensor:

@@ -1,0 +1,115 @@
+"""Runs by CUDA graphs what an attack computes for each example between two answers of a model.
+
+These are some hundred small kernels a step, which a GPU runs in less time than Python needs to
+launch them. A graph launches all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from otad.model.captured import MOST_ROWS, USUAL_CALLS, has_room, padded, recorded
+
+MOST_NUMBERS = 2**22  # in a tensor: if it is larger, kernels take longer than launching them
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def row_wise(function: Function) -> Function:
+    """Let a function run as a CUDA graph within `graphs_of_rows`, as a decorator.
+
+    Its arguments and results are tensors with a row for each example. It treats each row for
+    itself, reads nothing from the GPU, and changes no argument. Keyword arguments are hashable."""
+
+    @wraps(function)
+    def run(*given: Tensor, **how: Any) -> Any:
+        graphs = _graphs.get()
+        if graphs is None or given[0].device != graphs.device or not len(given[0]):
+            return function(*given, **how)
+        return graphs.run(function, given, how)
+
+    return cast("Function", run)
+
+
+class RowGraphs:
+    """The graphs of functions of rows, for a few sizes that suit any number of them.
+
+    What is missing to a size is filled up by earlier rows."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._graphs: dict[tuple[Any, ...], _RowGraph | None] = {}  # None where none can be made
+        self._calls = Counter[tuple[Any, ...]]()
+        self._pool: Any = None
+
+    def run(self, function: Callable[..., Any], given: tuple[Tensor, ...], how: Any) -> Any:
+        kinds = (part for one in given for part in (one.shape[1:], one.dtype))
+        size = padded(len(given[0]))
+        kind = function, size, *kinds, *how.items()
+        if kind not in self._graphs and self._calls[kind] >= USUAL_CALLS:
+            self._graphs[kind] = self._made(function, size, given, how)
+        self._calls[kind] += 1
+        graph = self._graphs.get(kind)
+        return function(*given, **how) if graph is None else graph(given)
+
+    def _made(
+        self, function: Callable[..., Any], size: int, given: tuple[Tensor, ...], how: Any
+    ) -> _RowGraph | None:
+        is_small = size <= MOST_ROWS and all(one.numel() <= MOST_NUMBERS for one in given)
+        if not is_small or not has_room(self.device):
+            return None
+        rows = torch.arange(size, device=self.device) % len(given[0])
+        try:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            with graphs_of_rows(None):  # a graph cannot start another one
+                return _RowGraph(function, [one.detach()[rows] for one in given], how, self._pool)
+        except RuntimeError:  # something is read from the GPU, or memory does not suffice
+            self._pool = None
+            return None
+
+
+class _RowGraph:
+    def __init__(
+        self, function: Callable[..., Any], inputs: list[Tensor], how: Any, pool: Any
+    ) -> None:
+        self.function, self.inputs, self.how = function, inputs, how
+        found = function(*inputs, **how)
+        self.is_single = isinstance(found, Tensor)
+        self.results = [one.clone() for one in ([found] if self.is_single else found)]
+        self._first: dict[int, list[list[Tensor]]] = {}  # rows of inputs and results, by number
+        (self._replay,) = recorded([self._run], inputs[0].device, pool)
+
+    def _run(self) -> None:
+        found = self.function(*self.inputs, **self.how)
+        torch._foreach_copy_(self.results, [found] if self.is_single else list(found))
+
+    def __call__(self, given: tuple[Tensor, ...]) -> Any:
+        count = len(given[0])
+        if count not in self._first:
+            self._first[count] = [[one[:count] for one in of] for of in (self.inputs, self.results)]
+        inputs, results = self._first[count]
+        torch._foreach_copy_(inputs, list(given))
+        self._replay()
+        copies = tuple(one.clone() for one in results)
+        return copies[0] if self.is_single else copies
+
+
+_graphs: ContextVar[RowGraphs | None] = ContextVar("graphs", default=None)
+
+
+@contextmanager
+def graphs_of_rows(graphs: RowGraphs | None) -> Iterator[None]:
+    """Let functions that are `row_wise` run by these graphs within the context."""
+    token = _graphs.set(graphs)
+    try:
+        yield
+    finally:
+        _graphs.reset(token)
