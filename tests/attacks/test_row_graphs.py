@@ -13,7 +13,7 @@ from otad.attacks.adaptive import Keys, Pull, SoftKnn
 from otad.attacks.pgd import Apgd, Bpda, Pgd
 from otad.attacks.row_graphs import RowGraphs, graphs_of_rows, row_wise
 
-DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+DEVICES = ["cpu"] + ["cuda:0"] * torch.cuda.is_available()
 
 
 def again(steps, device, pool):
@@ -90,13 +90,14 @@ class Far(nn.Module):
         return torch.tanh((x.flatten(1) - 0.5) @ self.weights.T)
 
 
+NET = Far().eval()
 IMAGES: list[Attack] = [
     Pgd(steps=12, targets=2),
     Pgd(steps=12, normalize=False, step_size=0.5),
     Pgd(steps=8, loss="dlr"),
     Apgd(steps=25, restarts=2, targets=2),
     Apgd(steps=25, loss="cross_entropy"),
-    Bpda(network=Far().eval(), steps=12),
+    Bpda(network=NET, steps=12),
     RandomNoise(draws=12),
     RandomSearch(queries=40),
     Square(queries=60),
@@ -139,7 +140,7 @@ def both_ways(
 @pytest.mark.parametrize("ball", [L2(0.35, BOX), Linf(0.06, BOX)], ids=["l2", "linf"])
 @pytest.mark.parametrize("attack", IMAGES, ids=lambda one: f"{one.name}-{one.family}")
 def test_attacks_on_images_find_the_same_with_graphs(device, monkeypatch, attack, ball) -> None:
-    model = Far().eval().to(device)
+    model = NET.to(device)
     x = torch.rand(90, 1, 6, 6, generator=torch.Generator().manual_seed(1)).to(device)
     both_ways(monkeypatch, attack, model, x, model(x).argmax(1), ball)
 
