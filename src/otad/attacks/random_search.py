@@ -184,7 +184,7 @@ class Square(Attack):
     >>> import otad
     >>> model = torch.nn.Flatten().eval()
     >>> x, y = 0.5 + torch.eye(16).view(16, 1, 4, 4) / 10, torch.arange(16)
-    >>> attack, generator = otad.attacks.Square(queries=50), torch.Generator().manual_seed(0)
+    >>> attack, generator = otad.attacks.Square(queries=300), torch.Generator().manual_seed(0)
     >>> attack(model, x, y, otad.Linf(0.1, bounds=(0.0, 1.0)), generator=generator).accuracy
     0.0
     """
