@@ -202,7 +202,12 @@ def test_threads_share_rows_of_every_kind(generator, monkeypatch) -> None:
     found, expected = both_ways(mixed, monkeypatch, on_failure="fallback")
     statuses = [Status.RAISED, Status.SOLVED, Status.INFEASIBLE]
     assert found.status[[3, 12, 30]].tolist() == statuses
-    assert_same(found, expected, mixed, 1e-10)
+    for part in (slice(0, 12), slice(13, 32)):
+        assert_same(found.rows(part), expected.rows(part), rows_of(mixed, part), 1e-10)
+    # How the multiplier of a point is shared with its copy is not determined.
+    both = [one.multipliers[12].view(2, 3).sum(0) for one in (found, expected)]
+    assert_close(*both, rtol=0, atol=1e-10)
+    assert_close(found.image[12], expected.image[12], rtol=0, atol=1e-9)
     with pytest.raises(SolverError, match=r"1 of 32 rows .* 30 \(INFEASIBLE\)"):
         ExactCip()(mixed)
     images[31, 2, 4] = torch.nan

@@ -324,6 +324,17 @@ def test_on_the_cpu_nothing_is_captured() -> None:
     assert weights_print(asked) == weights_print(plain)
 
 
+def test_on_the_cpu_memory_is_laid_out_as_ever() -> None:
+    """Some oneDNN kernels for images with channels last write past their memory."""
+    seen: list[bool] = []
+    net = ResNet((3, 8, 8), 3, widths=(4, 8), depth=1, bounds=(0, 1))
+    net.stem[0].register_forward_pre_hook(lambda _, given: seen.append(given[0].is_contiguous()))
+    settings = {"learning_rate": 0.02, "optimizer": "sgd", "device": "cpu"}
+    train(net, images(50), replace(ON_GPU, channels_last=True, **settings))
+    assert seen
+    assert all(seen)
+
+
 @needs_gpu
 def test_a_captured_training_resumes(tmp_path: Path) -> None:
     config = replace(ON_GPU, cuda_graph=True)

@@ -69,7 +69,7 @@ class TrainConfig(InputConfig):
     adversary : Adversary or None
         Perturbs the inputs of each training step, and the weights, to raise the loss.
     channels_last : bool
-        Whether images use a memory layout that is faster on GPUs.
+        Whether images use a memory layout that is faster on GPUs. A CPU does without it.
     cuda_graph : bool
         Whether one step on whole batches is captured on a GPU and replayed.
     loss : str

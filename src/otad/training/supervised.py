@@ -224,8 +224,9 @@ class SupervisedTraining(Training[Net, EpochRecord]):
         return len(self.data["train_x"])
 
     def laid_out(self, x: Tensor) -> Tensor:
-        """Return inputs in the memory layout that the config asks for."""
-        if self.config.channels_last and x.dim() == 4:
+        """Return inputs in the memory layout that the config asks for on a GPU."""
+        # On a CPU oneDNN 3.12 writes past its memory: github.com/uxlfoundation/oneDNN/issues/6035.
+        if self.config.channels_last and x.is_cuda and x.dim() == 4:
             return x.contiguous(memory_format=torch.channels_last)
         return x
 
