@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 HAS_CUDA = torch.cuda.is_available()
-if not HAS_CUDA:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 pytest.importorskip("triton", reason="needs Triton, which comes with torch for CUDA")
 
 import triton  # noqa: E402

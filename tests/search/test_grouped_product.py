@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor
 
 HAS_CUDA = torch.cuda.is_available()
-if not HAS_CUDA:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 pytest.importorskip("triton", reason="needs Triton, which comes with torch for CUDA")
 
 from otad.errors import InputError  # noqa: E402
