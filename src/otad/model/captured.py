@@ -65,8 +65,10 @@ class Graph:
 
 def recorded(steps: Sequence[Step], device: torch.device, pool: Any = None) -> list[Step]:
     """Return what does each of these steps on a GPU again, with its results in the same place."""
-    with torch.cuda.device(device):
-        beside, graphs = torch.cuda.Stream(), []
+    graphs = []
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+        # The outer context comes back to the stream of the caller even where a capture fails.
+        beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             for step in steps:
