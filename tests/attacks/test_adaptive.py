@@ -281,29 +281,51 @@ def test_ranks_of_tangents_are_those_of_the_potential(name) -> None:
     assert_near(shown[:, 1:] - shown[:, :1], 2 * (lines[:, :1] - lines[:, 1:5]), 1e-3)
 
 
-def test_the_nearest_classes_and_their_nearest_points_are_those_of_a_search_point_by_point() -> (
-    None
-):
-    model = stairs()
-    x = blobs(12, 5)[0]
+def test_points_are_sorted_by_the_class_they_vote_for() -> None:
+    model, x = stairs(), blobs(12, 5)[0]
     bank = Neighborhood.of(model, x)
     assert torch.equal(bank.votes, model.backbone.head(model.bank_features).argmax(1)[bank.members])
-    ranks = bank.ranks_at(x)
-    y = torch.arange(12) % bank.outputs.shape[1]
-    least, classes = bank.nearest_classes(ranks, y)
-    found = bank.lowest_of_class(ranks, 3, classes[:, 0])
-    everything = bank.lowest_of_class(ranks, 10**6, classes[:, 0])
-    for row in range(12):
-        others = {int(vote) for vote in bank.votes} - {int(y[row])}
-        nearest = {vote: float(ranks[row, bank.votes == vote].min()) for vote in others}
-        ordered = sorted(others, key=nearest.__getitem__)
-        assert classes[row, : len(ordered)].tolist() == ordered
-        assert least[row, : len(ordered)].tolist() == sorted(nearest.values())
-        assert bool((least[row, len(ordered) :] == torch.inf).all())
-        own = (bank.votes == ordered[0]).nonzero()[:, 0]
-        own = own[ranks[row, own].argsort()]
-        assert found[row].tolist() == own[:3].tolist()
-        assert {*everything[row].tolist()} == {*own.tolist()}
+    assert torch.equal(bank.votes, bank.votes.sort().values)
+    assert torch.equal(bank.members.sort().values, torch.arange(len(model.bank_inputs)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nearest_classes_and_points_are_those_of_a_search_point_by_point(seed) -> None:
+    """Some banks have classes without a point, fewer points than are asked for, or ties."""
+    generator = torch.Generator().manual_seed(seed)
+    classes, size, count = (
+        int(torch.randint(low, high, (), generator=generator))
+        for low, high in ((2, 8), (1, 40), (1, 50))
+    )
+    votes = torch.randint(classes, (size,), generator=generator).sort().values
+    if seed % 3 == 0:
+        votes = votes // 2 * 2
+    ranks = torch.rand(6, size, generator=generator)
+    if seed % 4 == 0:
+        ranks = (4 * ranks).floor()
+    zeros, outputs = torch.zeros(size), torch.zeros(size, classes)
+    view = zeros[:, None], zeros, votes, outputs
+    bank = Neighborhood(local_model(), *view, 3, center=zeros[:1], members=torch.arange(size))
+    y = torch.randint(classes, (6,), generator=generator)
+    found = bank.nearest_classes(ranks, y)
+    assert found.shape == (6, classes - 1)
+    for row in range(6):
+        others = {int(vote) for vote in votes} - {int(y[row])}
+        least = {vote: float(ranks[row, votes == vote].min()) for vote in others}
+        seen = found[row, : len(others)].tolist()
+        assert {*seen} == others
+        assert [least[vote] for vote in seen] == sorted(least.values())
+        assert bool((found[row, len(others) :] == found[row, 0]).all())
+    aims = votes[torch.randint(size, (6,), generator=generator)]
+    chosen = bank.lowest_of_class(ranks, count, aims)
+    for row in range(6):
+        own = ranks[row, votes == aims[row]].sort().values
+        there = min(len(own), chosen.shape[1])
+        assert bool((votes[chosen[row]] == aims[row]).all())
+        assert torch.equal(ranks[row, chosen[row, :there]], own[:there])
+        assert there == min(len(own), count)
+        assert len({*chosen[row, :there].tolist()}) == there
+        assert bool((chosen[row, there:] == chosen[row, 0]).all())
 
 
 def test_far_from_the_origin_both_views_rank_as_the_differences_do() -> None:

@@ -188,7 +188,22 @@ def test_other_bounds_are_the_same_attack_in_another_unit(ball) -> None:
     here, there = run(attack, model, x, ball), run(attack, stretched, 5 * x - 2, wide)
     assert torch.equal(here.broken, there.broken)
     # What is left of eps is a square root, so rounding errors have only half of the digits.
-    torch.testing.assert_close((there.inputs + 2) / 5, here.inputs, rtol=0, atol=1e-5)
+    torch.testing.assert_close((there.inputs + 2) / 5, here.inputs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e18])
+@pytest.mark.parametrize("kind", [L2, Linf])
+def test_square_attacks_tiny_and_huge_numbers_alike(kind, size) -> None:
+    model, x = models.Linear(LARGER), inner_points(40, LARGER)
+    ball = models.halving_ball(kind, model, x, bounds=UNIT)
+    there = kind(size * ball.eps, (0.0, size))
+    scaled = models.Function(lambda x: model(x / size))
+    counts = [
+        int(run(Square(queries=60), *case).broken.sum())
+        for case in ((model, x, ball), (scaled, size * x, there))
+    ]
+    assert 5 < counts[0] < 35
+    assert counts[1] == pytest.approx(counts[0], abs=3)
 
 
 def test_the_sizes_refused_are_those_the_library_fails_on() -> None:

@@ -211,6 +211,7 @@ def test_offered_inputs_keep_the_first_of_the_best() -> None:
         (X, Y, L2(1.0), nn.Identity().train(), "model: .*training"),
         (X, Y, L2(1.0), lambda x: x, "model: .*function"),
         (X, Y, L2(1.0), FIRST, r"model: .*\(3, C\).*\(3,\)"),
+        (X, Y, L2(1.0), Function(lambda x: x.long()), "model: .*floats.*int64"),
         (X[:2], Y[:2], L2(1.0), SIGN, r"scripted.run: .*\(2, 2\)"),
     ],
 )

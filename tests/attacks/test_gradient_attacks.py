@@ -105,7 +105,9 @@ def test_no_gradient_no_harm(maker) -> None:
     x[:, 0] = x[:, 0].round()  # half a unit away from the step
     weights = nn.Parameter(torch.tensor([1.0, 0.0, 0.0]))
     constant = Function(lambda x: weights.expand(len(x), 3))  # a gradient, but not in its inputs
-    for model in (Function(lambda x: torch.eye(3)[(x[:, 0] > 0.5).long()]), constant):
+    steps = Function(lambda x: torch.eye(3)[(x[:, 0] > 0.5).long()])
+    served = Function(torch.inference_mode()(lambda x: steps(x)))  # as in a predictor of a service
+    for model in (steps, constant, served):
         assert run(maker(net), model, x, L2(0.4)).accuracy == 1
     assert not run(Transfer(constant, Pgd(steps=3)), net, x, L2(0.01)).broken.all()
 

@@ -28,6 +28,7 @@ SHORTEST = {"l2": 2.0**-10, "linf": LONGEST}  # in linf always the longest: corn
 # queries, in units of a 10,000th of all.
 WINDOW = 0.8
 HALVED_AFTER = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
+TINY = 1e-30  # in place of eps if it is less, so that nothing is divided by 0
 NUMBERS = 5  # drawn for a window and another one, and for their direction; then one a channel
 
 Share = tuple[float, float]
@@ -221,7 +222,7 @@ def _with_window(
 ) -> Tensor:
     """Return the best images (n,C,H,W) changed within a window of a side."""
     changed = _with_bumps if ball.norm == "l2" else _with_corner
-    return ascended(x, x, length, changed(best - x, side, ball.eps, drawn), ball=ball)
+    return ascended(x, x, length, changed((best - x) / max(ball.eps, TINY), side, drawn), ball=ball)
 
 
 def _stripes(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -231,7 +232,9 @@ def _stripes(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _tiles(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Return images (B,C,H,W) of five by five pairs of bumps with random signs."""
+    """Return images (B,C,H,W) of tiles, each a pair of bumps with a random sign.
+
+    A tile has a fifth of the height."""
     count, channels, *sides = x.shape
     tile = max(1, sides[0] // 5)
     down, right = (-(-side // tile) for side in sides)
@@ -241,23 +244,22 @@ def _tiles(x: Tensor, generator: torch.Generator) -> Tensor:
     return pattern[:, :, : sides[0], : sides[1]]
 
 
-def _with_corner(change: Tensor, side: int, eps: float, drawn: Tensor) -> Tensor:
+def _with_corner(change: Tensor, side: int, drawn: Tensor) -> Tensor:
     """Give each channel of a window of changes (n,C,H,W) a random sign."""
     places = _window(change, min(side, *change.shape[2:]), drawn[:, :2])
     signs = _sign_of(drawn[:, NUMBERS:, None]).expand(places.shape)
     return change.flatten(2).scatter(2, places, signs).view_as(change)
 
 
-def _with_bumps(change: Tensor, side: int, eps: float, drawn: Tensor) -> Tensor:
+def _with_bumps(change: Tensor, side: int, drawn: Tensor) -> Tensor:
     """Change a window of changes (n,C,H,W) by bumps. It takes over the squared length that another
-    window loses, and what is left of eps^2."""
+    window loses, and what is left of 1."""
     side = min(max(3, side | 1), *change.shape[2:])  # an odd number
     here, there = (_window(change, side, two) for two in (drawn[:, :2], drawn[:, 2:4]))
     flat = change.flatten(2)
     old, rest = flat.gather(2, here), flat.scatter(2, there, 0.0).scatter(2, here, 0.0)
-    squares = flat.square().sum(2, keepdim=True)
-    left = (eps**2 - squares.sum(1, keepdim=True)).clamp_min(0.0) / flat.shape[1]
-    left = left + (squares - rest.square().sum(2, keepdim=True)).clamp_min(0.0)
+    left = (1 - flat.square().sum((1, 2), keepdim=True)).clamp_min(0.0) / flat.shape[1]
+    left = left + (flat - rest).square().sum(2, keepdim=True)
     shape = bumps(side, change.device).to(change)
     is_turned = drawn[:, 4, None, None] < 0.5
     shape = torch.where(is_turned, shape.mT.flatten(), shape.flatten())
@@ -268,8 +270,9 @@ def _with_bumps(change: Tensor, side: int, eps: float, drawn: Tensor) -> Tensor:
 
 
 def _window(change: Tensor, side: int, drawn: Tensor) -> Tensor:
-    """Return the pixels (n,C,side*side) of a window of images (n,C,H,W), as int64. It is where two
-    numbers `drawn` (n,2) between 0 and 1 put it."""
+    """Return the pixels (n,C,side*side) of a window of images (n,C,H,W), as int64.
+
+    Two numbers `drawn` (n,2) between 0 and 1 say where it is."""
     height, width = change.shape[2:]
     top = (drawn[:, 0] * (height - side + 1)).long()
     start = (drawn[:, 1] * (width - side + 1)).long()

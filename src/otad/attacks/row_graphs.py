@@ -26,8 +26,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def row_wise(function: Function) -> Function:
     """Let a function run as a CUDA graph within `graphs_of_rows`, as a decorator.
 
-    Its arguments and results are tensors with a row for each example. It treats each row for
-    itself, reads nothing from the GPU, and changes no argument. Keyword arguments are hashable."""
+    Its arguments and results are tensors with a row for each example, as many in all of them, and
+    no argument requires a gradient. It treats each row for itself, draws no random numbers, reads
+    nothing from the GPU, and changes no argument. Keyword arguments are hashable."""
 
     @wraps(function)
     def run(*given: Tensor, **how: Any) -> Any:

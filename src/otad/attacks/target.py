@@ -162,7 +162,7 @@ class Target:
         """Return the outputs for inputs x (n,*), one for each of `rows`, without a gradient."""
         self._count(self.forwards, rows)
         with torch.no_grad():
-            return answers(self.model, x)
+            return answers(self.model, x).detach()  # a model may compute gradients all the same
 
     def evaluate(
         self, x: Tensor, loss: Loss, rows: Tensor | None = None, *about: Tensor
@@ -178,10 +178,11 @@ class Target:
             at = x.detach().requires_grad_()
             with torch.enable_grad():
                 outputs = model(at)
-            value, slope = slope_of(outputs.detach(), *about, loss=loss)
-            gradient = torch.zeros_like(x)
             if outputs.requires_grad:
+                value, slope = slope_of(outputs.detach(), *about, loss=loss)
                 (gradient,) = torch.autograd.grad(outputs, at, slope, materialize_grads=True)
+            else:
+                value, gradient = loss(outputs, *about), torch.zeros_like(x)
             drawn.append(Evaluated(outputs.detach(), value, self._seen(value, gradient, rows)))
         if self.draws == 1:
             return drawn[0]
@@ -266,6 +267,7 @@ def check_outputs(outputs: Tensor, y: Tensor, name: str = "model") -> None:
     """Refuse outputs whose shape or number of classes does not fit the targets y (B,)."""
     got = f"{type(outputs).__name__}; wrap the network in a module that returns its logits alone"
     require(isinstance(outputs, Tensor), name, "a tensor of outputs", got)
+    require(outputs.is_floating_point(), name, "outputs as floats", outputs.dtype)
     if y.is_floating_point():
         reason = "of values, as y holds floats (labels are integers)"
         check_shape(outputs, name, (len(y),), reason)

@@ -99,11 +99,12 @@ class SoftKnn(KeyAscent):
     targets: int = option(3, check_count)
     name = "soft_knn"
     needs = Needs(bank=True, gradients=True)
+    version = 2
 
     def search(self, survivors: Survivors, generator: torch.Generator) -> None:
         for block in self.blocks(survivors):
             for temperature in self.temperatures:
-                for place in range(2 if block.is_regression else self.targets):
+                for place in block.aims(self.targets):
                     block = block.remaining()
                     if len(block.rows):
                         self._climb(block, temperature, place)
@@ -114,8 +115,7 @@ class SoftKnn(KeyAscent):
             ranks = bank.ranks_at(moved)
             width = bank.width(ranks, temperature)
             if not block.is_regression:
-                _, aims = bank.nearest_classes(ranks, block.y)
-                aim = aims[:, min(place, aims.shape[1] - 1)]
+                aim = bank.nearest_classes(ranks, block.y)[:, place]
                 advantage = advantage_over(bank, aim, block.y, width)
 
         def smooth(inputs: Tensor) -> Tensor:
@@ -189,6 +189,7 @@ class Keys(KeyAscent):
     restarts: int = option(2, check_count)
     name = "keys"
     needs = Needs(bank=True, gradients=True)
+    version = 2
 
     def search(self, survivors: Survivors, generator: torch.Generator) -> None:
         climber, x, ball = Apgd(steps=self.steps), survivors.x, survivors.ball
@@ -208,8 +209,8 @@ class Keys(KeyAscent):
                 for temperature in self.temperatures:
                     yield _by_vote(block, temperature, jointly=is_joint), is_joint
             elif not block.is_regression:
-                _, aims = block.bank.nearest_classes(block.bank.ranks_at(block.x), block.y)
-                for place in range(min(self.targets, aims.shape[1] - 1)):
+                aims = block.bank.nearest_classes(block.bank.ranks_at(block.x), block.y)
+                for place in block.aims(self.targets):
                     yield _by_rank(block, aims[:, place]), False
 
 

@@ -20,7 +20,6 @@ from otad.attacks.base import Attack, option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.pgd import Apgd
 from otad.attacks.projection import ascended, projected
-from otad.attacks.row_graphs import row_wise
 from otad.attacks.target import Survivors, Target
 from otad.checks import check_count, check_positive
 from otad.model.otad import OTAD
@@ -72,6 +71,7 @@ class Straight(Attack):
     name = "straight"
     family = "adaptive"
     needs = Needs(train_inputs=True)
+    version = 2
 
     def run(self, target: Target, x: Tensor, ball: LpBall, generator: torch.Generator) -> Tensor:
         survivors = Survivors(target, x, ball)
@@ -94,12 +94,10 @@ class Straight(Attack):
             count = max(1, min(self.points, near.shape[1]) // 2)
             ends = torch.cat([order[:, :count], order[:, -count:]], dim=1)
             return [bank.training_inputs(i, x) for i in near.gather(1, ends).unbind(1)]
-        near = lowest(ranks, self.points, bank.is_wrong(y))
-        _, nearest = bank.nearest_classes(ranks, y)
-        of_class = (
-            bank.lowest_of_class(ranks, self.points, aim) for aim in nearest[:, :-1][:, :2].T
-        )
-        groups = [near, *of_class]
+        groups = [near := lowest(ranks, self.points, bank.is_wrong(y))]
+        classes = bank.nearest_classes(ranks, y)
+        if classes.shape[1] > 1:
+            groups += [bank.lowest_of_class(ranks, self.points, one) for one in classes[:, :2].T]
         sizes = [3 * 2**k for k in range(self.points.bit_length()) if 3 * 2**k <= self.points]
         aims = [bank.training_inputs(i, x) for i in near.unbind(1)]
         for group, size in itertools.product(groups, sizes):
@@ -204,9 +202,9 @@ class Region(BankAttack):
     rounds: int = option(3, check_count)
     name = "region"
     needs = Needs(affine_keys=True, gradients=True)
+    version = 2
 
     def search(self, survivors: Survivors, generator: torch.Generator) -> None:
-        places = range(2 if survivors.target.y.is_floating_point() else self.classes)
         for block in blocks_of(survivors):
             if self.singles:
                 wrong, right = _opponents(
@@ -214,7 +212,7 @@ class Region(BankAttack):
                 )
                 for one in wrong.split(1, dim=1):
                     _step(block, one, right)
-            for place, size in itertools.product(places, self.sizes):
+            for place, size in itertools.product(block.aims(self.classes), self.sizes):
                 block = block.remaining()
                 here = block.x
                 for _ in range(self.rounds if len(block.rows) else 0):
@@ -259,41 +257,30 @@ class Pull(BankAttack):
     steps: int = option(20, check_count)
     name = "pull"
     needs = Needs(affine_keys=True, gradients=True)
+    version = 2
 
     def search(self, survivors: Survivors, generator: torch.Generator) -> None:
         target, ball = survivors.target, survivors.ball
         climber = Apgd(steps=max(1, self.polish))
         objective = climber.objective(target, survivors.x, ball)
         climbs = self.polish > 0 and isinstance(target.model, OTAD)
-        places = range(2 if target.y.is_floating_point() else self.classes)
         for block in blocks_of(survivors):
-            for place, size in itertools.product(places, self.sizes):
+            for place, size in itertools.product(block.aims(self.classes), self.sizes):
                 block = block.remaining()
                 if not len(block.rows):
                     break
                 here, bank = block.x, block.bank
                 length = here.new_full((len(here),), STRIDE * ball.eps)
                 for _ in range(self.steps):
-                    given = block.x, here, block.y, length
-                    here = _pulled(*given, bank=bank, ball=ball, size=size, place=place)
+                    chosen = _opponents(bank, here, block.y, size, size, place)
+                    wrong, right = (bank.sites[some].mean(1) for some in chosen)
+                    ahead = bank.inputs(bank.embed(here) + wrong - right, here) - here
+                    here = ascended(block.x, here, length, ahead, ball=ball)
                     block.offer(here)
                 rows = survivors.among(block.rows)
                 if climbs and len(rows):
                     start = here[torch.isin(block.rows, rows)]
                     climber.climb(survivors, objective, start, rows)
-
-
-@row_wise
-def _pulled(
-    x: Tensor, here: Tensor, y: Tensor, length: Tensor,
-    *, bank: Neighborhood, ball: LpBall, size: int, place: int,
-) -> Tensor:  # fmt: skip
-    """Return inputs (n,*) that are a step of a length (n,) from the inputs `here` towards the mean
-    of near wrong points and away from that of near right ones."""
-    chosen = _opponents(bank, here, y, size, size, place)
-    wrong, right = (bank.sites[some].mean(1) for some in chosen)
-    ahead = bank.inputs(bank.embed(here) + wrong - right, here) - here
-    return ascended(x, here, length, ahead, ball=ball)
 
 
 def _step(block: Block, wrong: Tensor, right: Tensor) -> Tensor:
@@ -348,6 +335,5 @@ def _opponents(
     right = bank.lowest_of_class(ranks, right_count, y)
     if place is None:
         return lowest(ranks, wrong_count, bank.is_wrong(y)), right
-    least, classes = (part[:, : place + 1] for part in bank.nearest_classes(ranks, y))
-    aims = torch.where(least[:, -1].isfinite(), classes[:, -1], classes[:, 0])
+    aims = bank.nearest_classes(ranks, y)[:, place]
     return bank.lowest_of_class(ranks, wrong_count, aims), right

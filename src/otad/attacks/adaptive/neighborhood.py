@@ -230,18 +230,23 @@ class Neighborhood:
         """Return which bank points (B,N) vote against the right answers y (B,)."""
         return self.votes[None] != y[:, None]
 
-    def nearest_classes(self, ranks: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the least rank (B,N) of a point that votes for each class, sorted (B,C), and the
-        classes (B,C). It is infinite for classes without a vote and for the right ones y (B,)."""
+    def nearest_classes(self, ranks: Tensor, y: Tensor) -> Tensor:
+        """Return the classes other than y (B,), in the order of their least ranks (B,N): (B,C-1).
+
+        The nearest one is in place of those for which no point votes."""
         parts = ranks.split(self._class_sizes[0], dim=1)
         least = [
             part.amin(1) if part.shape[1] else part.new_full(y.shape, torch.inf) for part in parts
         ]
-        return torch.stack(least, 1).scatter_(1, y[:, None], torch.inf).sort(1)
+        found = torch.stack(least, 1).scatter_(1, y[:, None], torch.inf).sort(1)
+        classes = torch.where(found.values.isfinite(), found.indices, found.indices[:, :1])
+        return classes[:, :-1]
 
     def lowest_of_class(self, ranks: Tensor, count: int, classes: Tensor) -> Tensor:
-        """Return the bank points (B,count) of least rank (B,N) that vote for the classes (B,), with
-        the first in place of those that a class does not have."""
+        """Return the bank points (B,count) of least rank (B,N) that vote for the classes (B,).
+
+        The first is in place of those that a class does not have. There are no more columns than
+        points of the largest class."""
         most, sizes = max(self._class_sizes[0]), self._class_sizes[1]
         steps = torch.arange(most, device=ranks.device)
         places = (sizes.cumsum(0) - sizes)[classes, None] + steps
@@ -278,6 +283,10 @@ class Block:
         self.target = survivors.target
         self.x, self.y = survivors.x[rows], self.target.targets(rows)
         self.is_regression = self.y.is_floating_point()
+
+    def aims(self, most: int) -> range:
+        """Return the places of up to `most` wrong classes; in regression of both directions."""
+        return range(2 if self.is_regression else min(most, self.bank.outputs.shape[1] - 1))
 
     def remaining(self) -> Block:
         """Return the block of the examples that are still worth attacking."""
