@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories import D, N, model, net, points
+from factories import D, N, model, net, points, refuses
 from torch import Tensor, nn
 
 from otad.cip import CipProblem, ExactCip, Status
@@ -310,3 +310,12 @@ def test_inputs_of_one_number(shape: tuple[int, ...]) -> None:
     assert ours(x).shape == (30, 2)
     shown = "bank=30 points, n_neighbors=3, smoothness=2, strong_convexity=0, mode=consistent"
     assert shown in repr(ours)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("n_neighbors", 3), ("metric", nn.Identity()), ("smoothness", 2.0)]
+)
+def test_settings_of_a_finished_model_stay(name: str, value: object) -> None:
+    made = model()
+    refuses(setattr, made, name, value, match=f"{name}: expected no change .*`replace`")
+    assert made.replace(n_neighbors=3).n_neighbors == 3 != made.n_neighbors

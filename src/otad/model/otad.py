@@ -131,6 +131,13 @@ class OTAD(BankModule):
         """Stay in evaluation mode, in which the bank was made."""
         return super().train(False)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse another setting of a model, which its other parts would not follow."""
+        is_fixed = name in (*SETTINGS, "scope", "metric", "solver", "potential")
+        expected = "no change of a finished model; `replace` returns one with another setting"
+        require(not (is_fixed and hasattr(self, name)), name, expected, repr(value))
+        super().__setattr__(name, value)
+
     @property
     def abstain_beyond(self) -> float | None:
         """The distance from the bank beyond which inputs get no answer, or None for no limit."""
