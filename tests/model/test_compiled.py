@@ -7,11 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories import KINDS, estimated, model, queries, refuses
-from torch import Tensor
+from factories import KINDS, estimated, model, points, queries, refuses
+from torch import Tensor, nn
 
 import otad
 from otad.model import compiled
+
+
+def of_own_net() -> otad.OTAD:
+    """The model of a network that no class of this package made."""
+    net, x = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).eval(), points()
+    return otad.defend(net, x, (3 * x[:, 0]).long(), n_neighbors=3)
 
 
 def compile_whole(made: otad.OTAD) -> torch.nn.Module:
@@ -55,9 +61,10 @@ def test_what_a_compiled_model_may_not_forget() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")  # within torch
-@pytest.mark.parametrize("kind", ["half", "regression", "global", "metric", "surrogate"])
+@pytest.mark.parametrize("kind", ["half", "regression", "global", "metric", "surrogate", "own"])
 def test_a_model_is_exported_with_its_bank(kind: str) -> None:
-    made = estimated("fc", blocks=1) if kind == "surrogate" else KINDS[kind](0)
+    own = {"surrogate": lambda: estimated("fc", blocks=1), "own": of_own_net}
+    made = own[kind]() if kind in own else KINDS[kind](0)
     x, rows = queries(made), {"x": {0: torch.export.Dim("batch", min=2)}}
     program = torch.export.export(made, (x,), dynamic_shapes=rows)
     file = io.BytesIO()

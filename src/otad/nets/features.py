@@ -56,7 +56,7 @@ class Features(nn.Module):
         found: list[Tensor] = []
         _running.wanted = (self.net.get_submodule(self.head), found)
         try:
-            self.net(x.reshape(len(x), *self.input_shape))
+            self.net(x.reshape(x.shape[0], *self.input_shape))  # an export takes `len` for a constant
         finally:
             _running.wanted = None
         require(found, "net", f"a call of its layer {self.head!r}, as before", "none")
