@@ -74,11 +74,13 @@ class Table:
     lines: tuple[int, ...]
 
     def texts(self, column: str) -> list[str]:
-        """Return the cells of one column; an empty cell is refused."""
+        """Return the cells of one column; a missing cell, as in `cells`, is refused."""
         position = self._position(column)
-        for number, row in enumerate(self.rows):
-            require(row[position], self.where(column, number), "text", "an empty cell")
-        return [row[position] for row in self.rows]
+        texts = [row[position] for row in self.rows]
+        for row, text in enumerate(texts):
+            known = text.lower() not in MISSING
+            require(known, self.where(column, row), "text", f"{text!r}, a missing cell")
+        return texts
 
     def numbers(self, columns: Sequence[str]) -> Tensor:
         """Return float64 (N, d); a cell that is no finite number, also in float32, is refused."""
