@@ -156,3 +156,18 @@ def test_frames(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"column 'when'.*datetime"):
         frame_cells(plain.assign(when=pandas.to_datetime(["2020-01-01", "2020-01-02"])))
     refuses(frame_cells, pandas.DataFrame([[1, 2]], columns=["a", "a"]), match="repeated a")
+
+
+def test_categories_of_a_frame_are_the_same_with_and_without_gaps() -> None:
+    """A gap makes floats of whole numbers in pandas, and these round those beyond 2^53."""
+    pandas = pytest.importorskip("pandas")
+    large, few = [2, 10, 2**53 + 1], [1, 2, 10]
+    for whole, gaps in (
+        (large, pandas.Categorical([None, *large], categories=large)),
+        (few, pandas.Series([None, *few]).astype("category")),
+        (few, pandas.Series([None, *few], dtype="Int64").astype("category")),
+    ):
+        encoding = TableEncoding.of_frame(pandas.DataFrame({"c": gaps}))
+        assert encoding.columns[0].categories == (*map(str, whole), "")
+        found = encoding.encode_frame(pandas.DataFrame({"c": pandas.Categorical(whole)}), "X")
+        assert torch.equal(found, torch.eye(4).double()[:3])

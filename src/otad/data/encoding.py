@@ -79,7 +79,7 @@ class Column:
         codes = {category: code for code, category in enumerate(self.categories)}
         found = np.zeros((len(cells), len(codes)))
         for row, cell in enumerate(cells):
-            text = "" if cell is None else str(cell)
+            text = _category(cell)
             if text not in codes:
                 known = ", ".join(repr(it) if it else A_MISSING for it in self.categories)
                 expected, got = f"one of the categories {known}", repr(text) if text else A_MISSING
@@ -123,7 +123,7 @@ class TableEncoding:
             require(known, f"column {name!r}", "at least one cell that is not missing", "none")
             missing = len(known) < len(values)
             if name in texts:
-                listed = [str(value) for value in known]
+                listed = list(map(_category, known))
                 _refuse_numbers_and_dates(listed, f"column {name!r}")
                 categories = class_names(listed)
                 columns.append(Column(name, categories + ("",) * missing))
@@ -227,6 +227,14 @@ def number_in(cell: float | str) -> float:
         return math.nan
 
 
+def _category(cell: Cell) -> str:
+    """The category of a cell. It is the same for 1 and 1.0, since pandas makes floats of the whole
+    numbers in a column with gaps."""
+    if cell is None:
+        return ""
+    return str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell)
+
+
 def looks_like_text(cells: Sequence[Cell]) -> bool:
     """Whether fewer than half of the cells that are not missing are numbers. (A single word among
     numbers is an error, which is reported.)"""
@@ -306,10 +314,15 @@ def frame_cells(frame: Any) -> tuple[dict[str, list[Cell]], list[str]]:
     cells: dict[str, list[Cell]] = {}
     texts: list[str] = []
     for name in frame.columns:
-        values, kind = frame[name].to_numpy(), str(frame[name].dtype)
+        column, kind = frame[name], str(frame[name].dtype)
+        values = column.to_numpy()
         fits = values.dtype.kind in "biufOUST"
         require(fits, f"X, column {str(name)!r}", "numbers or text", f"dtype {kind}")
-        listed = [None if _is_missing(value) else value for value in values.tolist()]
+        listed = values.tolist()
+        if kind == "category":  # a gap has the code -1
+            categories = [*column.cat.categories.tolist(), None]
+            listed = [categories[code] for code in column.cat.codes]
+        listed = [None if _is_missing(value) else value for value in listed]
         known = [value for value in listed if value is not None]
         is_number = all(isinstance(value, (int, float)) for value in known)
         if kind in ("category", "bool", "boolean") or not is_number:
