@@ -531,3 +531,8 @@ class Dropping(nn.Module):
 def test_a_network_that_is_random_is_told() -> None:
     with pytest.warns(UserWarning, match="net: the network answers the same inputs differently"):
         otad.defend(Dropping(), *crowded())
+
+
+def test_labels_of_one_class_need_no_map() -> None:
+    x, message = torch.rand(6, 2), "y: expected labels of at least two classes.* up to 0"
+    refuses(otad.defend, None, x, torch.zeros(6).long(), inputs="pixels", match=message)

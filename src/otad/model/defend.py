@@ -267,6 +267,8 @@ def _points(net: nn.Module | None, x: Tensor, y: Tensor, bounds: Bounds | None) 
     """Return the Lipschitz map from inputs to targets, normalized like a given backbone."""
     task = _task(x, y)
     count = 1 if task == "regression" else int(y.max()) + 1
+    expected = "labels of at least two classes, counted from 0"
+    require(task == "regression" or count > 1, "y", expected, f"labels up to {count - 1}")
     options: dict[str, Any] = {"task": task, "bounds": bounds}
     if isinstance(net, Backbone):
         options |= {"mean": net.mean.cpu(), "std": net.std.cpu(), "bounds": bounds or net.bounds}

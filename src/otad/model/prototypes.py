@@ -115,8 +115,8 @@ class PrototypeNet(LiftedNet):
         if self.task == "classification":  # the heights of the points after rounding
             exact = label_heights(points.to(torch.float32), self.labels)
             if equal := int((exact == 0).sum()):
-                told = f"{equal} of {len(points)} equal a point of another class, so they answer"
-                warnings.warn(f"points: {told} with no class", stacklevel=2)
+                told = f"{equal} of {len(points)} equal a point of another class"
+                warnings.warn(f"points: {told}, where all classes tie", stacklevel=2)
             heights = exact.to(dtype)
             # Rounded down: otherwise two answers could be steeper than 1, and one be left out.
             heights = torch.nextafter(heights, torch.zeros_like(heights))
