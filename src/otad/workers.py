@@ -144,7 +144,9 @@ class Workers:
                             kills, in_a_row = kills + 1, in_a_row + 1
                         if in_a_row == MOST_KILLS:
                             what = f"a process was killed {MOST_KILLS} times in a row"
-                            raise _killed(what, "try fewer processes or smaller batches") from error
+                            hint = "try fewer processes or smaller batches, and in a script call"
+                            hint = f'{hint} this below `if __name__ == "__main__":`'
+                            raise _killed(what, hint) from error
                         continue
                     in_a_row = 0
                     yield number, _result_of(outcome)
