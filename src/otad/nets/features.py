@@ -56,7 +56,8 @@ class Features(nn.Module):
         found: list[Tensor] = []
         _running.wanted = (self.net.get_submodule(self.head), found)
         try:
-            self.net(x.reshape(x.shape[0], *self.input_shape))  # an export takes `len` for a constant
+            # `len(x)` would be a constant in what is exported.
+            self.net(x.reshape(x.shape[0], *self.input_shape))
         finally:
             _running.wanted = None
         require(found, "net", f"a call of its layer {self.head!r}, as before", "none")
