@@ -126,3 +126,20 @@ def test_targets_that_are_missing_or_no_numbers_are_named() -> None:
         message = f"y, row 1: expected a number, got {got}"
         refuses(made.fit, x, y, match=message)
         refuses(otad.evaluate, made, x, y, otad.L2(0.1), match=message)
+
+
+def test_dates_and_durations_are_no_values() -> None:
+    pandas = pytest.importorskip("pandas")
+    x = np.random.default_rng(0).normal(size=(4, 2))
+    made = OTADRegressor(n_neighbors=2, epochs=1).fit(x, range(4))
+    days = pandas.date_range("2020-01-01", periods=4)
+    for y, message in (
+        (days.to_numpy(), "y: expected no dates, got dtype datetime64"),
+        (pandas.Series(days - days[0]), "y: expected no dates, got dtype timedelta64"),
+        (list(days.to_numpy()), "y: expected no dates"),
+        (days.to_frame(), "y: expected no dates"),
+        (pandas.Series(days.tz_localize("UTC")), "y, row 0: expected a number, got Timestamp"),
+        (days.date, "y, row 0: expected a number, got datetime.date"),
+    ):
+        refuses(made.fit, x, y, match=message)
+        refuses(otad.evaluate, made, x, y, otad.L2(0.1), match="y.*: expected")

@@ -219,11 +219,11 @@ class TableEncoding:
         return found
 
 
-def number_in(cell: float | str) -> float:
-    """NaN for text that is no number; float() alone would read 1_000 as one."""
+def number_in(cell: Any) -> float:
+    """NaN for text and objects that are no number; float() alone would read 1_000 as one."""
     try:
         return math.nan if "_" in str(cell) else float(cell)
-    except ValueError:
+    except (TypeError, ValueError):
         return math.nan
 
 
@@ -285,14 +285,16 @@ def refuse_cells(table: Any, name: str) -> None:
 
 
 def refuse_targets(targets: Any, task: Task) -> None:
-    """Refuse a missing target, and in regression text that is no number, and name its row."""
+    """Refuse a missing target, and in regression one that is no number, and name its row."""
     column = np.asarray(targets, object)
     if column.shape not in ((column.size,), (column.size, 1)):
         return  # no column: refused where shapes are checked
-    expected = "a label" if task == "classification" else "a number"
+    is_value = task == "regression"
+    if is_value:
+        refuse_dates(np.asarray(targets), "y")
+    expected = "a number" if is_value else "a label"
     for row, value in enumerate(column.ravel().tolist()):
-        is_word = isinstance(value, str) and math.isnan(number_in(value))
-        if _is_missing(value) or (is_word and task == "regression"):
+        if _is_missing(value) or (is_value and math.isnan(number_in(value))):
             raise InputError(f"y, row {row}: expected {expected}, got {value!r}")
 
 
