@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,25 @@ def test_force_trains_another_net_and_an_interrupted_one_resumes() -> None:
     terminal.succeed("train", "digits.npz", "--out", "whole", "--epochs", 3, "--blocks", 2)
     whole, _ = read_tensors(Path("whole/net.safetensors"))
     assert all((whole[name] == tensor).all() for name, tensor in second.items())
+
+
+def test_force_replaces_a_finished_net_and_an_unfinished_one_of_other_arguments() -> None:
+    write_digits(Path("digits.npz"))
+    begin = ("train", "digits.npz", "--out", "net", "--blocks", 1, "--max-seconds", 1e-6)
+    terminal.succeed(*begin, "--epochs", 1)
+    files = {path: path.read_bytes() for path in Path("net").iterdir()}
+    terminal.refuse(*begin, "--epochs", 3, "--force", "--patch", 2)
+    assert {path: path.read_bytes() for path in Path("net").iterdir()} == files
+    record = terminal.json(*begin, "--epochs", 3, "--force")
+    assert record["epochs_done"] == 1
+    assert "no net.safetensors" in terminal.refuse("defend", "net", "--out", "model")
+    message = terminal.refuse(*begin, "--epochs", 3, "--seed", 4)
+    assert "differs in config.seed (4 here, 0 there); data.train_x; " in message
+    assert "--force of a command starts anew" in message
+    assert not re.search("[0-9a-f]{64}", message)
+    for done in (1, 2):  # the second time it resumes
+        record = terminal.json(*begin, "--epochs", 3, "--seed", 4, "--force")
+        assert (record["epochs_done"], record["train_config"]["seed"]) == (done, 4)
 
 
 def test_links_are_followed_and_devices_refused(nearest: Path) -> None:

@@ -242,11 +242,11 @@ def test_a_checkpoint_of_another_run_is_refused_by_naming_the_difference(tmp_pat
         (r"config\.epochs \(6 here, 3 there\)", {"epochs": 6}, {}),
         (r"config\.ema \(0\.5 here, 0\.0 there\)", {"ema": 0.5}, {}),
         (r"augment \('RandomFlip\(probability=0\.25\)' here, None there\)", {}, flipped),
-        (r"net\.initial_weights", {}, {"net": small_net(seed=1)}),
+        ("net.initial_weights; .* --force .* starts anew", {}, {"net": small_net(seed=1)}),
         (r"net\.hidden \(4 here, 3 there\); net\.initial", {}, {"net": small_net(hidden=4)}),
         (r"net\.frozen \(\['blocks.* here, 'nothing' there\)", {}, {"net": frozen}),
         (r"data\.train_x", {}, {"data": (changed, y, *held_out)}),
-        (r"data\.val_x \('nothing' here, '\w+' there\); data\.val_y", {}, {"data": (x, y)}),
+        (r"data\.val_x; data\.val_y; ", {}, {"data": (x, y)}),
     ]
     for message, changes, options in others:
         call = {"net": small_net(), "data": table(), "config": replace(CONFIG, **changes)} | options
@@ -254,6 +254,41 @@ def test_a_checkpoint_of_another_run_is_refused_by_naming_the_difference(tmp_pat
         refuses(train, **call, checkpoint_dir=tmp_path, match=f"differs in {message}")
         assert weights_print(call["net"]) == start
     assert train(small_net(), table(), replace(CONFIG, log_every=3), checkpoint_dir=tmp_path)
+
+
+def test_a_run_that_replaces_results_resumes_only_its_own_unfinished_one(tmp_path: Path) -> None:
+    net, result = tmp_path / "net", tmp_path / "result"
+    for path in (net, result):
+        path.touch()
+
+    def begun_after(stop: int, **changes: Any) -> int:
+        """Return the epoch after which a run begins, which is stopped after another one."""
+        epochs: list[int] = []
+
+        def report(record: Any) -> None:
+            epochs.append(record.epoch)
+            if record.epoch == stop:
+                assert not net.exists()
+                assert not result.exists()
+                raise StopError
+
+        options: dict[str, Any] = {"checkpoint_dir": tmp_path, "replaces": ("net", "result")}
+        with pytest.raises(StopError):
+            train(small_net(), table(), replace(CONFIG, **changes), **options, progress=report)
+        return epochs[0] - 1
+
+    refuses(
+        train, small_net(), table()[:1], CONFIG, checkpoint_dir=tmp_path, replaces=["net"],
+        match="data",
+    )  # fmt: skip
+    assert net.exists()
+    assert begun_after(2) == 0
+    net.touch()  # as if killed between the two results
+    assert begun_after(3) == 2
+    assert begun_after(2, learning_rate=0.1) == 0
+    train(small_net(), table(), replace(CONFIG, learning_rate=0.1), checkpoint_dir=tmp_path)
+    result.touch()  # finished
+    assert begun_after(1, learning_rate=0.1) == 0
 
 
 def test_a_checkpoint_of_another_metric_training_is_refused(tmp_path: Path) -> None:

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from otad.cip.surrogate.training import CHECKPOINT
 from otad.cli import options as opt
 from otad.cli.console import remark, show
 from otad.cli.inputs import open_inputs
-from otad.cli.outputs import check_out, start_anew
+from otad.cli.outputs import check_out
 from otad.cli.sources import data_note, open_model, refuse_overwriting
 from otad.errors import InputError
 from otad.evaluate.identity import DEFENDED, NET
@@ -93,8 +92,7 @@ def imitate(
     config = replace(recipe_for(model), **changes)
     net = fresh_net(model, **shape)
     test_part = _test_part(model, data_dir)  # reports what is missing before the training
-    start_anew(out, CARD, CHECKPOINT)
-    how |= {"checkpoint_dir": out, "progress": True}
+    how |= {"checkpoint_dir": out, "replaces": [CARD] if force else [], "progress": True}
     imitation = imitate_model(model, config, net=net, **how)
     history = imitation.result.history
     record: dict[str, Any] = {

@@ -37,11 +37,3 @@ def check_out(
         require(regular, "out", expected, f"{path}, which is neither")
         expected = "a new place, or --force to replace what is there"
         require(force or not known, "out", expected, f"{path}, which exists")
-
-
-def start_anew(folder: Path, result: str, checkpoint: str) -> None:
-    """Remove a finished `result` and its checkpoint, so that a new run starts. Without a result
-    nothing is removed, so that an interrupted run resumes."""
-    if (folder / result).exists():
-        (folder / result).unlink()
-        (folder / checkpoint).unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from otad import training
 from otad.checks import check_device, require
 from otad.cli import options as opt
 from otad.cli.console import remark, show
-from otad.cli.outputs import check_out, start_anew
+from otad.cli.outputs import check_out
 from otad.cli.sources import (
     RECORD_FILE,
     DataChoice,
@@ -30,6 +30,7 @@ from otad.training.recipes import BACKBONES, usual_width
 
 _reading = partial(opt.option, panel=opt.READING)
 _training = partial(opt.option, panel=opt.TRAINING)
+RESULTS = (NET_FILE, RECORD_FILE)
 READING = ("target", "task", "features", "label", "drop", "genes", "normalize", "size", "resize",
            "test_fraction")  # fmt: skip
 SHAPE = ("blocks", "hidden", "patch", "width", "heads", "stages")
@@ -145,7 +146,8 @@ def train(
 
     The training minimizes loss + alpha * transport energy. The network standardizes its
     inputs itself, unless it is orthogonal. Every epoch is saved, and after an
-    interruption the same command resumes. Use --force to replace a finished network.
+    interruption the same command resumes. Use --force to replace a finished network, or
+    an interrupted training with other arguments.
 
     Text columns become one-hot columns, and missing text is a category of its own. A
     missing number becomes the median of the train part, and a further column marks it.
@@ -165,7 +167,7 @@ def train(
     options = locals()
     choice = DataChoice(data, seed, opt.given(options, READING))
     refuse_overwriting(out, choice.path_from(data_dir))
-    check_out(out, force, results=(NET_FILE, RECORD_FILE), started=CHECKPOINT)
+    check_out(out, force, results=RESULTS, started=CHECKPOINT)
     changes, recipe = opt.given(options, CHANGES), recipe or (net if net in RECIPES else "fc")
     if epochs is not None:  # a short training does not consist of warm-up alone
         changes["warmup"] = min(training.recipe(recipe).warmup, epochs / 2)
@@ -183,8 +185,7 @@ def train(
     if net == "lifted" and hidden is not None:
         shape["hidden"] = (hidden, hidden)
     how |= {"options": shape, "checkpoint_dir": out, "progress": True}
-    if is_first():
-        start_anew(out, RECORD_FILE, CHECKPOINT)
+    how["replaces"] = RESULTS if force else ()
     trained, result = train_net(dataset, config, **how)
     if not is_first():
         return

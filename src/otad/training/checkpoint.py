@@ -19,6 +19,7 @@ from otad.errors import InputError
 from otad.io.tensor_files import fingerprint, read_tensors, write_tensors
 from otad.training.config import LoopConfig
 
+_FINGERPRINT = re.compile("'[0-9a-f]{64}'")
 _RENAMED = {"config.replayed": "config.cuda_graph"}
 # The values of settings that a description of a run may lack. Files of version 1 have all settings
 # of a backbone in every config.
@@ -78,17 +79,20 @@ def save_run(
 
 
 def load_run(
-    path: Path, identity: Mapping[str, Any], weights: nn.Module, optimizer: torch.optim.Optimizer
+    path: Path,
+    identity: Mapping[str, Any],
+    weights: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    replaces: bool = False,
 ) -> list[dict[str, Any]]:
-    """Load the weights and the optimizer's state of the run `identity`; return its records."""
+    """Load the weights and the optimizer's state of the run `identity`; return its records. A
+    checkpoint of another run is refused, or left unread if this run `replaces` it."""
     tensors, header = read_tensors(path)
-    there, here = _flatten(header["run"]), _flatten(identity)
-    differences = [
-        f"{name} ({here.get(name, 'nothing')!r} here, {there.get(name, 'nothing')!r} there)"
-        for name in sorted({*there, *here})
-        if there.get(name, _ABSENT.get(name)) != here.get(name, _ABSENT.get(name))
-    ]
-    remedy = "use another folder, or start from the same net and data"
+    differences = _differences(header["run"], identity)
+    if differences and replaces:
+        return []
+    remedy = "use another folder or the same arguments again; --force of a command starts anew"
     got = f"one that differs in {'; '.join(differences)}; {remedy}"
     require(not differences, str(path), "a checkpoint of this run", got)
     state: dict[str, Tensor] = {}
@@ -110,6 +114,17 @@ def load_run(
             if moment.dim() > 1:
                 of_weight[name] = torch.empty_like(weight, dtype=moment.dtype).copy_(moment)
     return header["history"]  # type: ignore[no-any-return]
+
+
+def _differences(run: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
+    """Return the names of what differs between a saved run and this one, with its values, except
+    those that are fingerprints."""
+    there, here, found = _flatten(run), _flatten(identity), []
+    for name in sorted({*there, *here}):
+        if there.get(name, _ABSENT.get(name)) != here.get(name, _ABSENT.get(name)):
+            values = f" ({here.get(name, 'nothing')!r} here, {there.get(name, 'nothing')!r} there)"
+            found.append(name if _FINGERPRINT.search(values) else name + values)
+    return found
 
 
 def _flatten(tree: Any, *path: str) -> dict[str, Any]:

@@ -44,11 +44,16 @@ class Saving:
 
     A run is saved in `checkpoint_dir` at its end, and after an epoch if the last save was at least
     `save_seconds` ago. It stops if another epoch would end more than `max_seconds` after its
-    start."""
+    start.
+
+    `replaces` names the results of earlier runs in `checkpoint_dir`, the last one written last. If
+    there are any names, the run removes these files when it begins, and it starts anew if the
+    earlier run had finished or was another one."""
 
     checkpoint_dir: str | Path | None = None
     save_seconds: float = 0.0
     max_seconds: float | None = None
+    replaces: Sequence[str] = ()
     started: float = field(default_factory=lambda: monotonic(), init=False)
 
     def __post_init__(self) -> None:
@@ -135,6 +140,8 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         if self.path is None:
             return self._run(progress)
         with self._locked(self.path):
+            if self.processes.rank == 0:
+                self._remove_replaced(self.path)
             if self.processes.first_says(self.path.exists()):
                 self._resume(self.path)
             return self._run(progress)
@@ -164,9 +171,17 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         captures = self.config.captures_steps
         require(not captures, "cuda_graph", "False on several processes", captures)
 
+    def _remove_replaced(self, path: Path) -> None:
+        """Remove the results of an earlier run, and its checkpoint if it had finished."""
+        results = [path.with_name(name) for name in self.saving.replaces]
+        finished = results and results[-1].exists()
+        for old in [*results, path] if finished else results:
+            old.unlink(missing_ok=True)
+
     def _resume(self, path: Path) -> None:
+        run, replaces = (self.weights, self.optimizer), bool(self.saving.replaces)
         with refusing(f"{path}: expected a checkpoint of this run"):
-            records = load_run(path, self.identity, self.weights, self.optimizer)
+            records = load_run(path, self.identity, *run, replaces=replaces)
             self.history = [self.record_type(**record) for record in records]
         self.resumed_after = len(self.history)
 
