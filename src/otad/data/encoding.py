@@ -289,12 +289,13 @@ def refuse_targets(targets: Any, task: Task) -> None:
     column = np.asarray(targets, object)
     if column.shape not in ((column.size,), (column.size, 1)):
         return  # no column: refused where shapes are checked
-    is_value = task == "regression"
-    if is_value:
+    if task == "regression":
         refuse_dates(np.asarray(targets), "y")
-    expected = "a number" if is_value else "a label"
+    expected = "a label" if task == "classification" else "a number"
     for row, value in enumerate(column.ravel().tolist()):
-        if _is_missing(value) or (is_value and math.isnan(number_in(value))):
+        # Complex numbers are left to scikit-learn, whose checks ask for its own words.
+        is_word = not isinstance(value, complex) and math.isnan(number_in(value))
+        if _is_missing(value) or (is_word and task == "regression"):
             raise InputError(f"y, row {row}: expected {expected}, got {value!r}")
 
 
