@@ -115,6 +115,7 @@ def test_targets_that_are_missing_or_no_numbers_are_named() -> None:
     x = np.random.default_rng(0).normal(size=(4, 2))
     for y, got in (
         (["p", None, "n", "p"], "None"),
+        (["p", "", "n", "p"], "''"),
         (["p", np.nan, "n", "p"], "nan"),  # which NumPy alone would make the label "nan"
         (pandas.Series(["p", None, "n", "p"], dtype="category"), "nan"),
         (pandas.Series([1, None, 0, 1], dtype="Int64"), "<NA>"),

@@ -171,3 +171,13 @@ def test_categories_of_a_frame_are_the_same_with_and_without_gaps() -> None:
         assert encoding.columns[0].categories == (*map(str, whole), "")
         found = encoding.encode_frame(pandas.DataFrame({"c": pandas.Categorical(whole)}), "X")
         assert torch.equal(found, torch.eye(4).double()[:3])
+
+
+def test_empty_text_of_a_frame_is_missing() -> None:
+    pandas = pytest.importorskip("pandas")
+    text = pandas.Series(["", "a", None, "b"])
+    for column in (text, text.astype("category"), text.astype("string")):
+        frame = pandas.DataFrame({"c": column})
+        encoding = TableEncoding.of_frame(frame)
+        assert encoding.feature_names == ("c=a", "c=b", "c is missing")
+        assert encoding.encode_frame(frame, "X").argmax(1).tolist() == [2, 0, 2, 1]

@@ -335,7 +335,7 @@ def frame_cells(frame: Any) -> tuple[dict[str, list[Cell]], list[str]]:
 
 
 def _is_missing(value: Any) -> bool:
-    """Return whether a value is None, NaN, or NA or NaT of pandas."""
+    """Return whether a value is None, NaN, empty text, or NA or NaT of pandas."""
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
-    return isinstance(value, float) and math.isnan(value)
+    return math.isnan(value) if isinstance(value, float) else isinstance(value, str) and not value
