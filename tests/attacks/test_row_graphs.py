@@ -50,7 +50,7 @@ def test_graphs_of_few_sizes_answer_any_number_of_rows(device: torch.device) -> 
                 torch.rand(count, generator=generator),
             )
             factor = 1.0 + turn % 2
-            got = scaled(*(one.to(device) for one in given), factor=factor)
+            got = scaled(*(one.to(device).requires_grad_() for one in given), factor=factor)
             found.append((got, (factor * given[0].cumsum(1), given[0].sum(1) > given[1])))
         empty = torch.zeros(0, 3, device=device)
         assert scaled(empty, empty[:, 0], factor=1.0)[0].shape == (0, 3)

@@ -26,8 +26,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def row_wise(function: Function) -> Function:
     """Let a function run as a CUDA graph within `graphs_of_rows`, as a decorator.
 
-    Its arguments and results are tensors with a row for each example, as many in all of them, and
-    no argument requires a gradient. It treats each row for itself, draws no random numbers, reads
+    Its arguments and results are tensors with a row for each example, as many in all of them. No
+    gradient passes through it. It treats each row for itself, draws no random numbers, reads
     nothing from the GPU, and changes no argument. Keyword arguments are hashable."""
 
     @wraps(function)
@@ -97,7 +97,7 @@ class _RowGraph:
         if count not in self._first:
             self._first[count] = [[one[:count] for one in of] for of in (self.inputs, self.results)]
         inputs, results = self._first[count]
-        torch._foreach_copy_(inputs, list(given))
+        torch._foreach_copy_(inputs, [one.detach() for one in given])
         self._replay()
         copies = tuple(one.clone() for one in results)
         return copies[0] if self.is_single else copies

@@ -162,7 +162,7 @@ class Target:
         """Return the outputs for inputs x (n,*), one for each of `rows`, without a gradient."""
         self._count(self.forwards, rows)
         with torch.no_grad():
-            return answers(self.model, x).detach()  # a model may compute gradients all the same
+            return answers(self.model, x)
 
     def evaluate(
         self, x: Tensor, loss: Loss, rows: Tensor | None = None, *about: Tensor

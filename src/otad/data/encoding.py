@@ -130,9 +130,9 @@ class TableEncoding:
             elif not missing:
                 columns.append(Column(name))
             else:
-                numbers = [number_in(cell) for row in train if (cell := values[row]) is not None]
-                where = f"column {name!r}"
-                require(numbers, where, "a number in the train part", "missing cells alone")
+                found = [number_in(cell) for row in train if (cell := values[row]) is not None]
+                numbers = [value for value in found if math.isfinite(value)]  # refused in `encode`
+                require(numbers, f"column {name!r}", "a finite number in the train part", "none")
                 columns.append(Column(name, median=float(np.median(numbers))))
         return cls(tuple(columns))
 
@@ -222,7 +222,7 @@ class TableEncoding:
 def number_in(cell: Any) -> float:
     """NaN for text and objects that are no number; float() alone would read 1_000 as one."""
     try:
-        return math.nan if "_" in str(cell) else float(cell)
+        return math.nan if isinstance(cell, str) and "_" in cell else float(cell)
     except (TypeError, ValueError):
         return math.nan
 
@@ -312,7 +312,7 @@ def frame_numbers(frame: Any, name: str) -> NDArray[np.float64]:
 
 
 def frame_cells(frame: Any) -> tuple[dict[str, list[Cell]], list[str]]:
-    """The cells of a DataFrame by column, and which columns hold text, booleans or categories."""
+    """The cells of a DataFrame by column, and which columns hold text or categories."""
     refuse_repeats(map(str, frame.columns), "X, columns")
     cells: dict[str, list[Cell]] = {}
     texts: list[str] = []
@@ -327,8 +327,8 @@ def frame_cells(frame: Any) -> tuple[dict[str, list[Cell]], list[str]]:
             listed = [categories[code] for code in column.cat.codes]
         listed = [None if _is_missing(value) else value for value in listed]
         known = [value for value in listed if value is not None]
-        is_number = all(isinstance(value, (int, float)) for value in known)
-        if kind in ("category", "bool", "boolean") or not is_number:
+        words = all(isinstance(value, str) for value in known)  # also where they are digits
+        if kind == "category" or words or looks_like_text(known):
             texts.append(str(name))
         cells[str(name)] = listed
     return cells, texts

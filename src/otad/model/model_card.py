@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from otad.checks import require
+from otad.data.encoding import TableEncoding
 from otad.io.codec import digest_of, from_plain, to_plain
 from otad.io.files import replacing
 
@@ -102,11 +103,11 @@ def readme_of(name: str, card: Mapping[str, Any]) -> str:
     name = _printable(name)
     evaluations = from_plain(tuple[Figures, ...], notes.get("evaluations", ()), "notes.evaluations")
     sections = {
-        "How to use it": _use(net),
+        "How to use it": _use(net, notes),
         "Model": _facts(_model(card)),
         "Data": _facts(_data(card)),
         "Intended use": _intended(net),
-        "Figures": "\n\n".join(map(_figures, evaluations)) or _NO_FIGURES,
+        "Figures": "\n\n".join(map(_figures, evaluations)) or _no_figures(notes),
         "Limits": _LIMITS,
         "Citation": _CITATION,
     }
@@ -122,24 +123,48 @@ def readme_of(name: str, card: Mapping[str, Any]) -> str:
     return f"---\n{MARK}\n{header}\n---\n\n# {_inline(name)}\n{body}\n"
 
 
-_NO_FIGURES = """\
-This model was saved without an evaluation, so nothing is known about its robustness. To add one:
-`otad evaluate FOLDER test --eps 0.5 --card`, or in Python
-`model.save(folder, evaluation=otad.evaluate(model, x, y, threat=otad.L2(0.5)))`."""
 _CITATION = """\
 The method is OTAD: Kuo Gai, Sicong Wang, Shihua Zhang, "OTAD: An Optimal Transport-Induced Robust
 Model for Agnostic Adversarial Attack", 2024, arXiv:2408.00329."""
 
 
-def _use(net: Mapping[str, Any]) -> str:
+def _use(net: Mapping[str, Any], notes: Mapping[str, Any]) -> str:
     shape = ", ".join(map(str, net["input_shape"]))
     answer = "values" if net["task"] == "regression" else "logits"
+    load, call, x = "load", f"{answer} = model(x)", "x"
+    takes = f"a float tensor of shape (batch, {shape})"
+    estimator = notes.get("estimator")
+    kind = estimator.get("class") if isinstance(estimator, Mapping) else None
+    if kind in ("OTADClassifier", "OTADRegressor"):
+        load, call, x = f"{kind}.load", "answers = model.predict(X)", "X"
+        encoding = TableEncoding.of(notes)
+        columns = notes.get("feature_names") if encoding is None else encoding.names
+        listed = f"with the columns {_first(map(_printable, columns))}" if columns else ""
+        takes = f"a DataFrame {listed}" if listed else f"an array of shape (rows, {shape})"
     return (
         "```python\nimport otad\n\n"
-        f'model = otad.load("FOLDER")  # this folder\n'
-        f"{answer} = model(x)  # x: a float tensor of shape (batch, {shape})\n"
-        "print(otad.explain(model, x[:1])[0])  # the training points behind an answer\n```"
+        f'model = otad.{load}("FOLDER")  # this folder\n'
+        f"{call}  # {x}: {takes}\n"
+        f"print(otad.explain(model, {x}[:1])[0])  # the training points behind an answer\n```"
     )
+
+
+def _no_figures(notes: Mapping[str, Any]) -> str:
+    data = notes.get("data")
+    examples = "data.csv --targets COLUMN" if notes.get("feature_names") else "data.npz"
+    if isinstance(data, Mapping) and "choice" in data:  # `otad defend` noted where they are
+        examples = "test"
+    return (
+        "This model was saved without an evaluation, so nothing is known about its robustness. To\n"
+        f"add one: `otad evaluate FOLDER {examples} --eps 0.5 --card`, or in Python\n"
+        "`model.save(folder, evaluation=otad.evaluate(model, x, y, threat=otad.L2(0.5)))`."
+    )
+
+
+def _first(names: Iterable[str]) -> str:
+    """Return at most 20 names, and dots if there are more."""
+    listed = list(names)
+    return ", ".join(listed[:20]) + ", ..." * (len(listed) > 20)
 
 
 def _model(card: Mapping[str, Any]) -> dict[str, str]:
@@ -175,9 +200,8 @@ def _data(card: Mapping[str, Any]) -> dict[str, str]:
     )
     if net["task"] == "classification":
         listed = notes.get("classes")
-        names = [_inline(one) for one in (listed if isinstance(listed, list) else ())]
-        shown = f": {', '.join(names[:20])}" + (", ..." if len(names) > 20 else "") if names else ""
-        facts["Classes"] = f"{net['n_outputs']}{shown}"
+        names = _first(map(_inline, listed if isinstance(listed, list) else ()))
+        facts["Classes"] = f"{net['n_outputs']}: {names}".removesuffix(": ")
     return facts
 
 
