@@ -88,6 +88,8 @@ def test_cells_that_are_no_numbers_are_named() -> None:
         (numbers[["age"]].astype("timedelta64[s]"), "X, column 'age': .*timedelta64"),
         (frame.assign(age=pandas.Timestamp("2020-01-01")), "X, column 'age': .*datetime64"),
         (numbers.to_numpy().astype("datetime64[s]"), "X: expected no dates, got dtype date"),
+        (frame.assign(age=[*[1.0] * 79, "big"]), "X, column 'age', row 79: .* got 'big'"),
+        (frame.assign(age=["big", None, *[1] * 78]), "X, column 'age', row 0: .* got 'big'"),
         (frame[["age", "age"]], "X, columns: expected distinct names, got repeated age"),
     ):
         refuses(fit, other, match=message)

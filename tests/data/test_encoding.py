@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -181,3 +182,16 @@ def test_empty_text_of_a_frame_is_missing() -> None:
         encoding = TableEncoding.of_frame(frame)
         assert encoding.feature_names == ("c=a", "c=b", "c is missing")
         assert encoding.encode_frame(frame, "X").argmax(1).tolist() == [2, 0, 2, 1]
+
+
+def test_a_column_of_a_frame_is_text_if_most_cells_are_no_numbers_or_all_are_text() -> None:
+    pandas = pytest.importorskip("pandas")
+    for cells, is_text in (
+        (["big", 1, 2, None], False),
+        (["big", "10", 2, 3], False),
+        (["big", "small", 2, None], True),
+        (["10115", "80331", None], True),  # as zip codes are
+        ([Decimal("1.5"), Decimal(2)], False),
+    ):
+        _, texts = frame_cells(pandas.DataFrame({"size": pandas.Series(cells, dtype=object)}))
+        assert texts == ["size"] * is_text

@@ -79,6 +79,7 @@ def test_names_may_hold_other_separators(
         ([HEADER, *ROWS, "1,2,3,4"], "line 8: expected 3 cells, got 4"),
         ([HEADER, "", *ROWS], "line 2: expected 3 cells, got 0"),
         ([HEADER, *ROWS, "1,two,3"], "line 8, column 'sugar': .* got 'two'"),
+        ([HEADER, *2 * ROWS, "1,,5", "1,two,5"], "line 15, column 'sugar': .* got 'two'"),
         ([HEADER, *(f",{k},5" for k in range(4))], "'acidity': expected at least one cell"),
         ([HEADER, *(f"word {k},1,5" for k in range(101))], "'acidity': .* 100 categories, got 101"),
         ([HEADER, "inf,1,2", *ROWS], "got 'inf'"),

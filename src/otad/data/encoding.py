@@ -131,7 +131,7 @@ class TableEncoding:
                 columns.append(Column(name))
             else:
                 found = [number_in(cell) for row in train if (cell := values[row]) is not None]
-                numbers = [value for value in found if math.isfinite(value)]  # refused in `encode`
+                numbers = list(filter(math.isfinite, found))  # `encode` refuses the others
                 require(numbers, f"column {name!r}", "a finite number in the train part", "none")
                 columns.append(Column(name, median=float(np.median(numbers))))
         return cls(tuple(columns))
@@ -312,7 +312,7 @@ def frame_numbers(frame: Any, name: str) -> NDArray[np.float64]:
 
 
 def frame_cells(frame: Any) -> tuple[dict[str, list[Cell]], list[str]]:
-    """The cells of a DataFrame by column, and which columns hold text or categories."""
+    """The cells of a DataFrame by column, and which columns hold text, booleans or categories."""
     refuse_repeats(map(str, frame.columns), "X, columns")
     cells: dict[str, list[Cell]] = {}
     texts: list[str] = []
@@ -327,8 +327,8 @@ def frame_cells(frame: Any) -> tuple[dict[str, list[Cell]], list[str]]:
             listed = [categories[code] for code in column.cat.codes]
         listed = [None if _is_missing(value) else value for value in listed]
         known = [value for value in listed if value is not None]
-        words = all(isinstance(value, str) for value in known)  # also where they are digits
-        if kind == "category" or words or looks_like_text(known):
+        all_text = all(isinstance(value, str) for value in known)  # even if it looks like numbers
+        if kind in ("category", "bool", "boolean") or all_text or looks_like_text(known):
             texts.append(str(name))
         cells[str(name)] = listed
     return cells, texts
