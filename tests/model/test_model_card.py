@@ -105,11 +105,34 @@ def test_a_readme_of_the_user_is_left_alone(model: OTAD, tmp_path: Path) -> None
 
 
 def test_odd_notes_do_not_break_the_card(model: OTAD, tmp_path: Path) -> None:
-    model.save(tmp_path, data="x")
+    model.save(tmp_path, data="x", estimator="y")
     model.save(tmp_path, data={"name": "a\n---\n# b", "source": None}, classes=["<b>", 1.5, "c"])
     _, body = read(tmp_path)
     assert "\n# b" not in body
     assert "\\<b\\>" in body
+
+
+def test_the_card_of_an_estimator_names_its_class_and_its_columns(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    x = pandas.DataFrame({"age": range(12), "town": ["a", "b", "c"] * 4})
+    otad.OTADClassifier(epochs=1).fit(x, x["age"] > 5).save(tmp_path / "text")
+    otad.OTADRegressor(epochs=1).fit(x[["age"]].to_numpy(), x["age"]).save(tmp_path / "array")
+    body = read(tmp_path / "text")[1]
+    assert 'model = otad.OTADClassifier.load("FOLDER")' in body
+    assert "model.predict(X)  # X: a DataFrame with the columns age, town\n" in body
+    assert "`otad evaluate FOLDER data.csv --targets COLUMN --eps 0.5 --card`" in body
+    body = read(tmp_path / "array")[1]
+    assert 'model = otad.OTADRegressor.load("FOLDER")' in body
+    assert "model.predict(X)  # X: an array of shape (rows, 1)\n" in body
+
+
+def test_the_card_advises_an_evaluation_that_the_command_accepts(
+    model: OTAD, tmp_path: Path
+) -> None:
+    model.save(tmp_path)
+    assert "`otad evaluate FOLDER data.npz --eps 0.5 --card`" in read(tmp_path)[1]
+    model.save(tmp_path, data={"choice": {"data": "toy"}})
+    assert "`otad evaluate FOLDER test --eps 0.5 --card`" in read(tmp_path)[1]
 
 
 @pytest.mark.parametrize(

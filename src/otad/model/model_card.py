@@ -139,8 +139,9 @@ def _use(net: Mapping[str, Any], notes: Mapping[str, Any]) -> str:
         load, call, x = f"{kind}.load", "answers = model.predict(X)", "X"
         encoding = TableEncoding.of(notes)
         columns = notes.get("feature_names") if encoding is None else encoding.names
-        listed = f"with the columns {_first(map(_printable, columns))}" if columns else ""
-        takes = f"a DataFrame {listed}" if listed else f"an array of shape (rows, {shape})"
+        takes = f"an array of shape (rows, {shape})"
+        if columns:
+            takes = f"a DataFrame with the columns {_first(map(_printable, columns))}"
     return (
         "```python\nimport otad\n\n"
         f'model = otad.{load}("FOLDER")  # this folder\n'
