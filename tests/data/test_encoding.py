@@ -147,11 +147,11 @@ def test_frames(tmp_path: Path) -> None:
     )
     assert is_mixed(mixed)
     cells, texts = frame_cells(mixed)
-    assert texts == ["b", "c", "e"]
+    assert texts == ["c", "e"]
     assert cells["c"] == ["x", None]
     assert cells["d"] == [1, None]
     encoding = TableEncoding.fit(cells, texts, [0, 1])
-    assert encoding.columns[0] == Column("a")
+    assert encoding.columns[:2] == (Column("a"), Column("b"))
     assert encoding.columns[3] == Column("d", median=1.0)
     assert encoding.columns[4].categories == ("3", "4")
     with pytest.raises(InputError, match=r"column 'when'.*datetime"):
@@ -195,3 +195,16 @@ def test_a_column_of_a_frame_is_text_if_most_cells_are_no_numbers_or_all_are_tex
     ):
         _, texts = frame_cells(pandas.DataFrame({"size": pandas.Series(cells, dtype=object)}))
         assert texts == ["size"] * is_text
+
+
+def test_booleans_of_a_frame_are_numbers_with_and_without_gaps() -> None:
+    pandas = pytest.importorskip("pandas")
+    complete = pandas.DataFrame({"b": [True, False, True], "c": ["x", "y", "x"]})
+    (column, _) = TableEncoding.of_frame(complete).columns
+    assert column == Column("b")
+    for dtype in ("boolean", "object"):
+        gaps = complete.assign(b=pandas.Series([True, None, True], dtype=dtype))
+        encoding = TableEncoding.of_frame(gaps)
+        assert encoding.feature_names[:2] == ("b", "b is missing")
+        assert encoding.encode_frame(gaps, "X")[:, :2].tolist() == [[1, 0], [1, 1], [1, 0]]
+        assert encoding.encode_frame(complete, "X")[:, :2].tolist() == [[1, 0], [0, 0], [1, 0]]

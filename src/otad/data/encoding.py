@@ -312,7 +312,7 @@ def frame_numbers(frame: Any, name: str) -> NDArray[np.float64]:
 
 
 def frame_cells(frame: Any) -> tuple[dict[str, list[Cell]], list[str]]:
-    """The cells of a DataFrame by column, and which columns hold text, booleans or categories."""
+    """The cells of a DataFrame by column, and which columns hold text or categories."""
     refuse_repeats(map(str, frame.columns), "X, columns")
     cells: dict[str, list[Cell]] = {}
     texts: list[str] = []
@@ -328,7 +328,7 @@ def frame_cells(frame: Any) -> tuple[dict[str, list[Cell]], list[str]]:
         listed = [None if _is_missing(value) else value for value in listed]
         known = [value for value in listed if value is not None]
         all_text = all(isinstance(value, str) for value in known)  # even if it looks like numbers
-        if kind in ("category", "bool", "boolean") or all_text or looks_like_text(known):
+        if kind == "category" or all_text or looks_like_text(known):
             texts.append(str(name))
         cells[str(name)] = listed
     return cells, texts
