@@ -147,3 +147,9 @@ def test_all_missing_and_wrong_options_are_named_at_once() -> None:
     message = terminal.refuse("train", "rows.csv", "--out", "net", "--size", 8, "--label", "x")
     for text in ("no --target", "no --task", "--size", "--label", "a CSV file"):
         assert text in message
+
+
+def test_the_steps_of_the_first_page_can_be_followed_in_order() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "get_started.md").read_text(encoding="utf-8")
+    written = re.findall(r'(?:\.save\("|^otad .* --out )([\w-]+)', page, re.MULTILINE)
+    assert len(written) == len({*written}) == 3
