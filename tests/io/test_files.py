@@ -214,6 +214,15 @@ def test_links_are_followed_modes_kept_and_other_kinds_refused(tmp_path: Path) -
             pass
 
 
+def test_a_place_that_takes_no_file_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "new", tmp_path / ("n" * 250)):  # the hidden name is longer
+        expected = f"^{path}: expected a place for a file, got: "
+        with pytest.raises(InputError, match=expected) as refused, replacing(path):
+            pass
+        assert "partial" not in str(refused.value)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be removed there")
 def test_a_leftover_is_removed_while_its_lock_is_held(tmp_path: Path, monkeypatch) -> None:
     """Else a writer that has just made the file could lock it, and then lose it."""

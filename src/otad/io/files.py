@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from otad.checks import require
+from otad.errors import InputError
 
 Read = TypeVar("Read")
 
@@ -35,9 +36,12 @@ def replacing(path: Path) -> Iterator[Path]:
     found = "a folder" if path.is_dir() else "a device, a pipe or a socket"
     require(old is None or stat.S_ISREG(old.st_mode), str(path), "a regular file or none", found)
     path = Path(os.path.realpath(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path)
-    partial, guard = _new_partial(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path)
+        partial, guard = _new_partial(path)
+    except OSError as error:  # which may name the hidden file
+        raise InputError(f"{path}: expected a place for a file, got: {error.strerror}") from error
     try:
         yield partial
         if old is not None:
