@@ -310,7 +310,7 @@ def test_damaged_files_are_refused(
         ("local", lambda f: (f / "card.json").unlink(), "a model folder with card.json, got none"),
         ("local", lambda f: (f / "card.json").write_text("{"), "card.json: expected JSON"),
         ("local", lambda f: (f / "card.json").write_bytes(b"\xff"), "card.json: expected JSON"),
-        ("local", lambda f: (f / "card.json").write_text("[1]"), "of version 1, 2, 3, 4, got"),
+        ("local", lambda f: (f / "card.json").write_text("[1]"), r"1, 2, 3, 4, got \[1\]$"),
         ("local", lambda f: edit(f, lambda c: c.update(format="x")), r"got \('x', 1\)"),
         ("local", lambda f: edit(f, lambda c: c.update(version=9)), r"got \('otad-model', 9\)"),
         ("local", lambda f: edit(f, lambda c: c["settings"].update(smoothness=9.0)), "was edited"),

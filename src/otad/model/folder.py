@@ -171,7 +171,8 @@ def read_card(folder: str | Path) -> dict[str, Any]:
     got = undefended if is_net else "none"
     require(path.exists(), str(folder), f"a model folder with {CARD}", got)
     card = read_json(path)
-    found = isinstance(card, Mapping) and (card.get("format"), card.get("version"))
+    is_table = isinstance(card, Mapping)
+    found = (card.get("format"), card.get("version")) if is_table else repr(card)[:200]
     known = f"{FORMAT} of version {', '.join(map(str, VERSIONS))}"
     require(found in [(FORMAT, version) for version in VERSIONS], str(path), known, found)
     stored = card.pop("checksum", None)
