@@ -319,3 +319,11 @@ def test_settings_of_a_finished_model_stay(name: str, value: object) -> None:
     made = model()
     refuses(setattr, made, name, value, match=f"{name}: expected no change .*`replace`")
     assert made.replace(n_neighbors=3).n_neighbors == 3 != made.n_neighbors
+
+
+def test_a_model_prints_no_tensor_that_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To print a bank takes long, and on a GPU reads it back, which no graph allows."""
+    made, x = model(), points(3, seed=1)
+    monkeypatch.setattr(torch.Tensor, "__repr__", lambda *_, **__: pytest.fail("it is printed"))
+    assert made(x).shape == (3, 3)
+    assert made.replace(n_neighbors=3)(x).shape == (3, 3)

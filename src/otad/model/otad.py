@@ -133,9 +133,9 @@ class OTAD(BankModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse another setting of a model, which its other parts would not follow."""
-        is_fixed = name in (*SETTINGS, "scope", "metric", "solver", "potential")
-        expected = "no change of a finished model; `replace` returns one with another setting"
-        require(not (is_fixed and hasattr(self, name)), name, expected, repr(value))
+        if name in (*SETTINGS, "scope", "metric", "solver", "potential") and hasattr(self, name):
+            expected = "no change of a finished model; `replace` returns one with another setting"
+            raise InputError(f"{name}: expected {expected}, got {value!r}")
         super().__setattr__(name, value)
 
     @property
