@@ -77,8 +77,14 @@ def recorded(steps: Sequence[Step], device: torch.device, pool: Any = None) -> l
         for step in steps:
             graph = torch.cuda.CUDAGraph()
             how = {"pool": pool, "stream": beside, "capture_error_mode": "thread_local"}
-            with torch.cuda.graph(graph, **how):
-                step()
+            try:
+                with torch.cuda.graph(graph, **how):
+                    step()
+            except RuntimeError:
+                # The generator of the GPU stays in a capture that fails, until another one ends.
+                with torch.cuda.graph(torch.cuda.CUDAGraph(), **how | {"pool": None}):
+                    torch.zeros((), device=device)
+                raise
             graphs.append(graph)
     return [graph.replay for graph in graphs]
 
