@@ -18,7 +18,7 @@ SEARCH = TYPES | dict.fromkeys(("places", "chosen", "exclude"), "*i64") | {"orde
 SEARCH |= dict.fromkeys(("squares", "values", "lengths", "distances", "beyond"), "*fp64")
 SEARCH |= dict.fromkeys(("count", "groups"), "i32")
 KERNELS = "pairs_kernel gram_kernel combine_kernel row_kernel row_kernel row_kernel square_kernel"
-KERNELS += " rank_kernel project_kernel project_kernel vote_kernel weight_kernel"
+KERNELS += " rank_kernel project_kernel project_kernel"
 
 
 def test_kernels_compile_for_a_gpu() -> None:
@@ -48,7 +48,7 @@ def compile_for_a_gpu(
 
 
 if __name__ == "__main__":
-    from otad.attacks.kernels import project_kernel, vote_kernel, weight_kernel
+    from otad.attacks.kernels import project_kernel
     from otad.cip.kernels import gram, row
     from otad.cip.local.solver import STAGES
     from otad.search import kernels
@@ -68,6 +68,3 @@ if __name__ == "__main__":
     sizes = {"fillings": 8, "halvings": 22, "width": 1024}
     for norm in ("l2", "linf"):
         compile_for_a_gpu(project_kernel, 4, **sizes, norm=norm, bounded=True)
-    votes = dict.fromkeys(("votes", "aims", "rights"), "*i64") | {"count": "i32"}
-    for kernel in (vote_kernel, weight_kernel):
-        compile_for_a_gpu(kernel, 8, votes, block=2048)

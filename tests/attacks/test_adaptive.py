@@ -30,10 +30,11 @@ from otad.attacks import L2, Bpda, Linf, Pgd
 from otad.attacks.adaptive import Bisector, Pull, Region, SoftKnn, Straight
 from otad.attacks.adaptive.lines import shortest_step
 from otad.attacks.adaptive.neighborhood import Neighborhood
-from otad.attacks.adaptive.soft_votes import advantage
+from otad.attacks.adaptive.soft_votes import advantage_over
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.errors import InputError
 from otad.model.defend import defend
+from otad.nets import fc_resnet
 
 FIRST = torch.tensor([True, False])
 EACH = pytest.mark.parametrize("attack", BANK_ATTACKS, ids=lambda attack: attack.name)
@@ -174,15 +175,53 @@ def test_shortest_step_is_the_projection_an_independent_solver_finds(seed, drawn
     assert np.linalg.norm(step) == pytest.approx(np.linalg.norm(expected), rel=0.05, abs=1e-3)
 
 
-def test_the_gradient_of_the_smooth_vote_is_that_of_finite_differences(generator) -> None:
-    points = torch.randn(12, 3, generator=generator, dtype=torch.float64)
-    wrong, right = (torch.tensor([[side, -side, 0] * 4]) > 0 for side in (1, -1))
-    start = torch.randn(1, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize(
+    ("shares", "y", "aims", "kinds"),
+    [
+        ([0.3, 0.3], [0, 0, 1, 1, 2, 2], [1, 2, 2, 0, 0, 1], {3}),
+        ([0.3, 0.3], [0, 0, 1, 1, 3, 3], [3, 1, 2, 3, 0, 1], {3}),
+        ([0.8, 0.1], [0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 0], {2}),
+        ([0.8, 0.1], [0, 0, 0, 0, 0, 1], [1, 2, 1, 2, 1, 2], {2, 3}),
+    ],
+    ids=["each class", "an empty class", "a large class", "a large class and small ones"],
+)
+@pytest.mark.parametrize("view", [0, 1], ids=["neighbors", "tangents"])
+def test_soft_votes_are_sums_over_the_points_of_two_classes(
+    view, shares, y, aims, kinds, monkeypatch, generator
+) -> None:
+    points = torch.randn(60, 3, generator=generator, dtype=torch.float64)
+    net = fc_resnet((3,), 4, blocks=1, hidden=8).double()
+    model = defend(net, points, torch.arange(60) % 3, scope="global")
+    x = torch.randn(6, 3, generator=generator, dtype=torch.float64)
+    bank = Neighborhood.views(model, x)[view]
+    ends = len(bank.votes) * torch.tensor(shares).cumsum(0)
+    bank = replace(bank, votes=(torch.arange(len(bank.votes)) >= ends[:, None]).sum(0))
+    width = 1 + torch.rand(6, 1, generator=generator, dtype=torch.float64)
+    sides = torch.tensor([aims, y])
+    shapes: list[int] = []
+    ranks = Neighborhood.ranks_to
 
-    def of_inputs(x: Tensor) -> Tensor:
-        return advantage(-(x[:, None] - points).square().sum(2), wrong, right)
+    def seen(self: Neighborhood, embedded: Tensor, *points: Tensor) -> Tensor:
+        shapes.append(embedded.dim())
+        return ranks(self, embedded, *points)
 
-    assert torch.autograd.gradcheck(of_inputs, start)
+    def expected(at: Tensor) -> Tensor:
+        lengths = 0 if bank.by_tangents else at.square().sum(1, keepdim=True)
+        weights = ((2 * at @ bank.sites.T - bank.offsets - lengths) / width).exp()
+        sums = (((bank.votes == side[:, None]) * weights).sum(1) for side in sides)
+        towards, away = (torch.where(total > 0, total, 1.0).log() for total in sums)
+        return towards - away
+
+    found = advantage_over(bank, *sides, width)
+    start = x.clone().requires_grad_()
+    with monkeypatch.context() as patch:
+        patch.setattr(Neighborhood, "ranks_to", seen)
+        of_both = found(start), expected(start)
+    assert {*shapes[:2]} == kinds, "3 where classes share a product"
+    torch.testing.assert_close(*of_both)
+    slopes = [torch.autograd.grad(one.sum(), start)[0] for one in of_both]
+    torch.testing.assert_close(*slopes)
+    assert torch.autograd.gradcheck(found, start)
 
 
 @EACH

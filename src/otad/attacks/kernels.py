@@ -1,4 +1,4 @@
-"""The Triton kernels of `otad.attacks.projection` and `otad.attacks.adaptive.soft_votes`."""
+"""The Triton kernel of `otad.attacks.projection`."""
 
 # Kernels are compiled from their source, not called: their arguments carry no Python types.
 # mypy: ignore-errors
@@ -74,70 +74,3 @@ def reached(x, step, real, low, high, norm: constexpr, bounded: constexpr):
         moved = tl.minimum(tl.maximum(moved, low), high)
     gap = tl.where(real, moved.to(tl.float64) - x.to(tl.float64), 0.0)
     return moved, tl.max(tl.abs(gap), axis=0) if norm == "linf" else tl.sum(gap * gap, axis=0)
-
-
-@triton.jit
-def vote_kernel(
-    products, squares, offsets, votes, widths, aims, rights, sums, count, block: constexpr
-):  # fmt: skip
-    """Compute the logarithms of two sums of weights, with one program per row.
-
-    They are those of the points that vote for an aim, and of those that vote for the right class.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    aim, right = tl.load(aims + row), tl.load(rights + row)
-    square, width = tl.load(squares + row), tl.load(widths + row)
-    total, rest = square * 0, square * 0
-    towards, away = total - float("inf"), total - float("inf")
-    points = products + row * count, offsets, votes
-    for start in range(0, count, block):
-        score, _, vote = scored(*points, square, width, start, count, block)
-        nearer = tl.where((vote == aim) & (vote != right), score, -float("inf"))
-        towards, total = added(towards, total, nearer)
-        away, rest = added(away, rest, tl.where(vote == right, score, -float("inf")))
-    tl.store(sums + 2 * row, towards + tl.log(total))
-    tl.store(sums + 2 * row + 1, away + tl.log(rest))
-
-
-@triton.jit
-def weight_kernel(
-    products, squares, offsets, votes, widths, aims, rights, sums, slopes, weights, count,
-    block: constexpr,
-):  # fmt: skip
-    """Compute the gradient in the products, times the slope of a row, with one program per block.
-
-    It is that of the first sum of `vote_kernel` minus the second. An empty sum has none."""
-    row = tl.program_id(0).to(tl.int64)
-    aim, right = tl.load(aims + row), tl.load(rights + row)
-    square, width = tl.load(squares + row), tl.load(widths + row)
-    towards, away = tl.load(sums + 2 * row), tl.load(sums + 2 * row + 1)
-    towards = tl.where(towards == -float("inf"), float("inf"), towards)  # then weights are 0
-    away = tl.where(away == -float("inf"), float("inf"), away)
-    start = tl.program_id(1) * block
-    points = products + row * count, offsets, votes
-    score, rank, vote = scored(*points, square, width, start, count, block)
-    nearer = (vote == aim) & (vote != right)
-    weight = tl.where(nearer, tl.exp(score - towards), 0.0)
-    weight -= tl.where(vote == right, tl.exp(score - away), 0.0)
-    weight = tl.where(rank >= 0, weight, 0.0) / width * tl.load(slopes + row)
-    place = start + tl.arange(0, block)
-    tl.store(weights + row * count + place, weight, mask=place < count)
-
-
-@triton.jit
-def scored(products, offsets, votes, square, width, start, count, block: constexpr):
-    """Return scores -max(rank, 0) / width, ranks, and votes, which are -1 beyond the last point."""
-    place = start + tl.arange(0, block)
-    inside = place < count
-    product = tl.load(products + place, mask=inside, other=0.0)
-    rank = square + (tl.load(offsets + place, mask=inside, other=0.0) - product)
-    vote = tl.load(votes + place, mask=inside, other=-1)
-    return -tl.maximum(rank, 0.0) / width, rank, vote
-
-
-@triton.jit
-def added(largest, total, scores):
-    """Return the largest of all scores, and the sum of exp(score - largest)."""
-    new = tl.maximum(largest, tl.max(scores, axis=0))
-    shift = tl.where(new == -float("inf"), 0.0, new)
-    return new, total * tl.exp(largest - shift) + tl.sum(tl.exp(scores - shift), axis=0)

@@ -208,10 +208,17 @@ class Neighborhood:
 
     def ranks(self, embedded: Tensor) -> Tensor:
         """Return the ranks (B,N), at least 0 and differentiable, up to rounding errors."""
-        ranks = self.offsets - 2 * embedded @ self.sites.T
+        ranks = self.ranks_to(embedded, self.sites, self.offsets)
+        return ranks - ranks.detach().amin(1, keepdim=True) if self.by_tangents else ranks
+
+    def ranks_to(self, embedded: Tensor, sites: Tensor, offsets: Tensor) -> Tensor:
+        """Return the ranks (..., B, n) of points with these sites (..., n, d) and offsets (..., n).
+
+        Those of tangents are not at least 0, but less by the same number for a row."""
+        ranks = offsets[..., None, :] - 2 * embedded @ sites.mT
         if self.by_tangents:
-            return ranks - ranks.detach().amin(1, keepdim=True)
-        return (embedded.square().sum(1, keepdim=True) + ranks).clamp_min(0)
+            return ranks
+        return (embedded.square().sum(-1, keepdim=True) + ranks).clamp_min(0)
 
     def ranks_of(self, embedded: Tensor, indices: Tensor) -> Tensor:
         """Return the ranks (B,n) of points (B,n), up to a number that is the same for a row."""
@@ -234,7 +241,7 @@ class Neighborhood:
         """Return the classes other than y (B,), in the order of their least ranks (B,N): (B,C-1).
 
         The nearest one is in place of those for which no point votes."""
-        parts = ranks.split(self._class_sizes[0], dim=1)
+        parts = ranks.split(self.class_sizes[0], dim=1)
         least = [
             part.amin(1) if part.shape[1] else part.new_full(y.shape, torch.inf) for part in parts
         ]
@@ -247,7 +254,7 @@ class Neighborhood:
 
         The first is in place of those that a class does not have. There are no more columns than
         points of the largest class."""
-        most, sizes = max(self._class_sizes[0]), self._class_sizes[1]
+        most, sizes = max(self.class_sizes[0]), self.class_sizes[1]
         steps = torch.arange(most, device=ranks.device)
         places = (sizes.cumsum(0) - sizes)[classes, None] + steps
         places = places.clamp_max(ranks.shape[1] - 1)
@@ -257,7 +264,7 @@ class Neighborhood:
         return torch.where(best.values.isfinite(), chosen, chosen[:, :1])
 
     @cached_property
-    def _class_sizes(self) -> tuple[list[int], Tensor]:
+    def class_sizes(self) -> tuple[list[int], Tensor]:
         """How many points vote for each class, as a list and as a tensor (C,)."""
         sizes = self.votes.bincount(minlength=self.outputs.shape[1])
         return sizes.tolist(), sizes
