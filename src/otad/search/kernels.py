@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language import constexpr
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "groups"])
 def square_kernel(
     places, chosen, queries, points, order, squares, dim, count, groups,
     size: constexpr, width: constexpr, halvings: constexpr, at_once: constexpr,
@@ -31,7 +31,7 @@ def square_kernel(
     tl.store(squares + some, tl.reshape(total, (at_once,)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "groups"])
 def rank_kernel(
     values, places, chosen, squares, lengths, exclude, numbers,
     indices, distances, beyond, count, groups, k: constexpr, size: constexpr,
