@@ -56,7 +56,9 @@ def test_the_answer_is_that_of_the_model(solver: str) -> None:
     outputs, is_right = answer(model, x)
     assert is_right.tolist() == [True] * 5
     assert torch.equal(outputs, model(x))
-    assert torch.equal(answer(model.backbone, x)[0], model.backbone(x))
+    of_net = answer(model.backbone, x)
+    assert torch.equal(of_net[0], model.backbone(x))
+    assert of_net[1] is None, "nothing is assumed"
 
 
 @torch.no_grad()
@@ -140,6 +142,30 @@ def test_rows_for_which_an_assumption_fails_are_answered_again(
     for seed in range(1, 7):
         both_agree(fast, model, points(20, seed=seed))
     assert len(stand_in) == 2
+
+
+def test_an_attack_asks_again_once_an_assumption_has_failed(
+    stand_in: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def doubted(model, x):
+        outputs, is_right = answer(model, x)
+        wrong = x[:, 0] > 0.5
+        return torch.where(wrong[:, None], torch.nan, outputs), is_right & ~wrong
+
+    model, x = model_of(points(60)), points(70, seed=1)
+    y, ball = model(x).argmax(1), otad.L2(0.3, bounds=(0.0, 1.0))
+    attack, generator = otad.attacks.Apgd(steps=12), torch.Generator()
+    with monkeypatch.context() as patch:
+        patch.setattr(CapturedModel, "graph", lambda *given: None)
+        expected = attack(model, x, y, ball, generator=generator.manual_seed(0))
+    monkeypatch.setattr(module, "answer", doubted)
+    found = attack(model, x, y, ball, generator=generator.manual_seed(0))
+    assert len(stand_in) >= 1
+    assert 0 < found.accuracy < 1
+    assert not found.blind.any()
+    for name in ("broken", "blind", "forwards", "backwards"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    torch.testing.assert_close(found.inputs, expected.inputs)
 
 
 def test_neighbors_in_a_bank_elsewhere_are_found_by_a_graph(

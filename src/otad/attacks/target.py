@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from otad.attacks.projection import projected
 from otad.attacks.row_graphs import row_wise
 from otad.checks import check_shape, require
-from otad.model.captured import quick
+from otad.model.captured import attempt, quick
 from otad.threat import LpBall, per_row
 
 Loss = Callable[..., Tensor]
@@ -148,6 +148,7 @@ class Target:
         self.backwards = torch.zeros_like(self.forwards)
         self._asked = torch.full_like(self.forwards[:1], self.draws)
         self.blind = torch.zeros_like(self.forwards, dtype=torch.bool)
+        self._attempts = True  # until one fails
 
     def targets(self, rows: Tensor | None = None) -> Tensor:
         return self.y if rows is None else self.y[rows]
@@ -172,21 +173,30 @@ class Target:
         The loss is a function of outputs, right answers and the tensors (n,*) `about` them."""
         self._count(self.forwards, rows)
         self._count(self.backwards, rows)
-        model = quick(self.model) if self.draws == 1 else self.model
-        drawn, about = [], (self.targets(rows), *about)
-        for _ in range(self.draws):
-            at = x.detach().requires_grad_()
-            with torch.enable_grad():
-                outputs = model(at)
-            if outputs.requires_grad:
-                value, slope = slope_of(outputs.detach(), *about, loss=loss)
-                (gradient,) = torch.autograd.grad(outputs, at, slope, materialize_grads=True)
-            else:
-                value, gradient = loss(outputs, *about), torch.zeros_like(x)
-            drawn.append(Evaluated(outputs.detach(), value, self._seen(value, gradient, rows)))
+        about = self.targets(rows), *about
+        drawn = [self._evaluated(x, loss, rows, about) for _ in range(self.draws)]
         if self.draws == 1:
             return drawn[0]
         return Evaluated(*(torch.stack(each).mean(0) for each in zip(*drawn, strict=True)))
+
+    def _evaluated(
+        self, x: Tensor, loss: Loss, rows: Tensor | None, about: tuple[Tensor, ...]
+    ) -> Evaluated:
+        model = quick(self.model) if self.draws == 1 else self.model
+        at = x.detach().requires_grad_()
+        with torch.enable_grad():
+            outputs, is_right = attempt(model, at) if self._attempts else (model(at), None)
+        if outputs.requires_grad:
+            value, slope = slope_of(outputs.detach(), *about, loss=loss)
+            (gradient,) = torch.autograd.grad(outputs, at, slope, materialize_grads=True)
+        else:
+            value, gradient = loss(outputs, *about), torch.zeros_like(x)
+        found = Evaluated(outputs.detach(), value, self._seen(value, gradient, rows))
+        # Only now, because the host waits here for all that it has launched.
+        if is_right is not None and not bool(is_right.all()):
+            self._attempts = False
+            return self._evaluated(x, loss, rows, about)
+        return found
 
     def differentiate(
         self, function: Callable[[Tensor], Tensor], x: Tensor, rows: Tensor | None = None

@@ -37,11 +37,11 @@ Step = Callable[[], None]
 class Graph:
     """Answers to x (n,*), and if x requires a gradient the product of one with their Jacobian.
 
-    `is_right` (n,) says which rows of `outputs` are those of the model. After `answer`, `pull`
-    turns `cotangent` into `gradient`."""
+    `is_right` (n,) says which rows of `outputs` are those of the model; it is None if all are.
+    After `answer`, `pull` turns `cotangent` into `gradient`."""
 
     outputs: Tensor
-    is_right: Tensor
+    is_right: Tensor | None
     cotangent: Tensor
     gradient: Tensor
 
@@ -58,9 +58,10 @@ class Graph:
             self.cotangent = torch.zeros_like(self.outputs)
 
     def _pull(self) -> None:
-        (gradient,) = torch.autograd.grad(self.outputs, self.x, self.cotangent)
-        wrong = ~self.is_right.view(-1, *[1] * (self.x.dim() - 1))
-        self.gradient = gradient.masked_fill(wrong, 0.0)
+        (self.gradient,) = torch.autograd.grad(self.outputs, self.x, self.cotangent)
+        if self.is_right is not None:
+            wrong = ~self.is_right.view(-1, *[1] * (self.x.dim() - 1))
+            self.gradient = self.gradient.masked_fill(wrong, 0.0)
 
 
 def recorded(steps: Sequence[Step], device: torch.device, pool: Any = None) -> list[Step]:
@@ -103,18 +104,25 @@ class CapturedModel:
         self._pool: Any = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        graph = self.graph(x, USUAL_CALLS)
-        if graph is None:
-            outputs: Tensor = self.model(x)
+        outputs, is_right = self.attempt(x)
+        if is_right is None:
             return outputs
-        outputs = _Replay.apply(x, self, graph)  # type: ignore[no-untyped-call]
-        wrong = (~graph.is_right[: len(x)]).nonzero()[:, 0]  # the host waits here, and only here
+        wrong = (~is_right).nonzero()[:, 0]  # the host waits here, and only here
         if len(wrong) == 0:
             return outputs
         try:
             return outputs.index_copy(0, wrong, self.model(x[wrong]))
         except InputError:  # names a row of x[wrong]
             return cast("Tensor", self.model(x))
+
+    def attempt(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return outputs for x (B,*) without waiting for them, and until the next attempt which of
+        them are those of the model (B,); None if all are."""
+        graph = self.graph(x, USUAL_CALLS)
+        if graph is None:
+            return self.model(x), None
+        outputs = _Replay.apply(x, self, graph)  # type: ignore[no-untyped-call]
+        return outputs, None if graph.is_right is None else graph.is_right[: len(x)]
 
     def graph(self, x: Tensor, calls: int = 0) -> Graph | None:
         """Return the graph for a batch, if others like it came so often before."""
@@ -298,12 +306,18 @@ def is_known(model: nn.Module) -> bool:
     return all(getattr(net, "is_capturable", False) for net in nets)
 
 
-def answer(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs for x, and for which rows x is legal and all that was assumed is true.
+def attempt(model: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return what `CapturedModel.attempt` does, or the outputs of another model."""
+    return model.attempt(x) if isinstance(model, CapturedModel) else (model(x), None)
+
+
+def answer(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the outputs for x, and for which rows x is legal and all that was assumed is true;
+    None if nothing was.
 
     Nothing is read from the GPU."""
     if not isinstance(model, OTAD):
-        return model(x), torch.ones(len(x), dtype=torch.bool, device=x.device)
+        return model(x), None
     with assuming() as conditions:
         found = model.solve(*model._queries(x))
         outputs = model._outputs(found.solution.image, found.neighbors.distances[:, 0])
