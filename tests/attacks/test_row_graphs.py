@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,13 @@ from otad.attacks import L2, Attack, Linf, LpBall, RandomNoise, RandomSearch, Sq
 from otad.attacks import row_graphs as module
 from otad.attacks.adaptive import Keys, Pull, SoftKnn
 from otad.attacks.pgd import Apgd, Bpda, Pgd
-from otad.attacks.row_graphs import RowGraphs, graphs_of_rows, row_wise
+from otad.attacks.row_graphs import (
+    RowGraphs,
+    graphs_for,
+    graphs_of_rows,
+    row_wise,
+    sharing_graphs,
+)
 
 DEVICES = ["cpu"] + ["cuda:0"] * torch.cuda.is_available()
 
@@ -140,7 +147,7 @@ def both_ways(
             super().__init__(device)
             kept.append(self)
 
-    monkeypatch.setattr(base, "RowGraphs", Kept)
+    monkeypatch.setattr(module, "RowGraphs", Kept)
     found = []
     for has_graphs in (False, True):
         monkeypatch.setattr(base, "has_kernel", lambda ball, x, answer=has_graphs: answer)
@@ -175,3 +182,18 @@ def test_regression_finds_the_same_with_graphs(device, monkeypatch) -> None:
     model = local_model(neighbors=3, task="regression").to(device)
     x = blobs(90, 3)[0].to(device)
     both_ways(monkeypatch, Apgd(steps=20), model, x, model(x).detach(), L2(0.2, BOX), 0.05)
+
+
+def test_attacks_in_the_same_ball_share_graphs(device: torch.device) -> None:
+    one, other = L2(0.2, BOX), L2(0.3, BOX)
+    with sharing_graphs():
+        first = graphs_for(device, one)
+        assert graphs_for(device, one) is first
+        with sharing_graphs():
+            assert graphs_for(device, one) is not first
+        assert graphs_for(device, one) is first
+        kept = weakref.ref(first)
+        del first
+        graphs_for(device, other)
+        assert kept() is None, "they take memory"
+    assert graphs_for(device, one) is not graphs_for(device, one)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from otad.attacks.needs import Knowledge, Needs, Setting
 from otad.attacks.projection import has_kernel
-from otad.attacks.row_graphs import RowGraphs, graphs_of_rows
+from otad.attacks.row_graphs import graphs_for, graphs_of_rows
 from otad.attacks.target import Target, check_outputs, gain_of, is_randomized, seeded
 from otad.checks import (
     WORKING_DTYPES,
@@ -241,7 +241,7 @@ class Attack(ABC):
         self.check_inputs(x, y, ball)
         started = time.perf_counter()
         x, target = x.detach(), Target(model, y, tolerance)
-        graphs = RowGraphs(x.device) if has_kernel(ball, x) else None
+        graphs = graphs_for(x.device, ball) if has_kernel(ball, x) else None
         with capturing(model), graphs_of_rows(graphs), seeded(model, generator):
             with taking(x, "model"):
                 clean = target(x)

@@ -311,7 +311,6 @@ def _next_point(
     return projected(ball, moved, x)
 
 
-@row_wise
 def _best_of(
     best: Tensor, best_value: Tensor, best_gradient: Tensor, before: Tensor,
     point: Tensor, value: Tensor, gradient: Tensor,

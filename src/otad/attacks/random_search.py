@@ -124,7 +124,6 @@ class RandomSearch(Attack):
         return survivors.inputs
 
 
-@row_wise
 def _adapted(length: Tensor, before: Tensor, after: Tensor, *, ball: LpBall) -> Tensor:
     """Return the lengths of the next steps (n,), from the gain (n,) before and after the last."""
     longer = length * torch.where(after > before, GROWTH, GROWTH**-0.25).to(length)
@@ -140,17 +139,10 @@ def _sparse_draw(x: Tensor, free: Tensor, generator: torch.Generator) -> Tensor:
     share = len(free) ** -torch.rand(count, 1, **place)
     values, chances = (draw(count, len(free), **place) for draw in (torch.randn, torch.rand))
     certain = torch.randint(len(free), (count, 1), **place)
-    drawn = _chosen(values, chances, share, certain)
+    drawn = values * (chances < share).scatter(1, certain, True)
     if len(free) < x[0].numel():
         drawn = drawn.new_zeros(count, x[0].numel()).index_copy_(1, free, drawn)
     return drawn.view(x.shape).to(x)
-
-
-@row_wise
-def _chosen(values: Tensor, chances: Tensor, share: Tensor, certain: Tensor) -> Tensor:
-    """Return values (n,d) where chances (n,d) are below the share (n,1) or the place (n,1) is
-    certain, and 0 elsewhere."""
-    return values * (chances < share).scatter(1, certain, True)
 
 
 def on_device(generator: torch.Generator, x: Tensor) -> torch.Generator:

@@ -7,7 +7,7 @@ launch them. A graph launches all of them at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from otad.model.captured import MOST_ROWS, USUAL_CALLS, has_room, padded, recorded
+from otad.threat import LpBall
 
 MOST_NUMBERS = 2**22  # in a tensor: if it is larger, kernels take longer than launching them
 
@@ -90,17 +91,30 @@ class _RowGraph:
 
     def _run(self) -> None:
         found = self.function(*self.inputs, **self.how)
-        torch._foreach_copy_(self.results, [found] if self.is_single else list(found))
+        _copy([found] if self.is_single else found, self.results)
 
+    @torch.no_grad()
     def __call__(self, given: tuple[Tensor, ...]) -> Any:
         count = len(given[0])
         if count not in self._first:
             self._first[count] = [[one[:count] for one in of] for of in (self.inputs, self.results)]
         inputs, results = self._first[count]
-        torch._foreach_copy_(inputs, [one.detach() for one in given])
+        _copy(given, inputs)
         self._replay()
-        copies = tuple(one.clone() for one in results)
+        copies = tuple(torch.empty_like(one) for one in results)
+        _copy(results, copies)
         return copies[0] if self.is_single else copies
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Copy tensors by one kernel for each type of number."""
+    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for source, target in zip(sources, targets, strict=True):
+        to, of = kinds.setdefault(target.dtype, ([], []))
+        to.append(target)
+        of.append(source)
+    for to, of in kinds.values():
+        torch._foreach_copy_(to, of)
 
 
 _graphs: ContextVar[RowGraphs | None] = ContextVar("graphs", default=None)
@@ -114,3 +128,27 @@ def graphs_of_rows(graphs: RowGraphs | None) -> Iterator[None]:
         yield
     finally:
         _graphs.reset(token)
+
+
+_shared: ContextVar[dict[tuple[torch.device, LpBall], RowGraphs] | None]
+_shared = ContextVar("shared", default=None)
+
+
+@contextmanager
+def sharing_graphs() -> Iterator[None]:
+    """Let attacks within the context use the graphs of earlier ones in the same ball."""
+    token = _shared.set({})
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def graphs_for(device: torch.device, ball: LpBall) -> RowGraphs:
+    """Return the graphs of attacks in a ball, if there are any, or new ones."""
+    shared = _shared.get()
+    known = {} if shared is None else shared
+    if (device, ball) not in known:
+        known.clear()  # those of another ball would only take memory
+        known[device, ball] = RowGraphs(device)
+    return known[device, ball]

@@ -63,16 +63,17 @@ def run_attacks(
     - `executor`: who attacks the batches of an attack at one eps; see `evaluate`."""
     found = Attacked(model, x, y, threat, strongest, seed, batch_size, folder)
     described = [found.described(attack) for attack in attacks]
-    runs = list(itertools.product((threat.eps,) if eps is None else eps, described))
+    balls = [threat.with_eps(radius) for radius in ((threat.eps,) if eps is None else eps)]
+    runs = list(itertools.product(balls, described))
     steps = math.ceil(len(x) / batch_size)
     with working(executor) as workers:
-        for number, (radius, run) in enumerate(runs):
-            attack, chosen = run[0], found.right
+        for number, (ball, run) in enumerate(runs):
+            attack, radius, chosen = run[0], ball.eps, found.right
             if survivors_only and not found.is_value:
                 chosen = chosen & (found.distances > radius)
             if certified is not None and attack.name in certified:
                 chosen = chosen & (certified[attack.name].cpu() <= radius)
-            batches = found.batches(run, radius, chosen.nonzero()[:, 0], workers)
+            batches = found.batches(run, ball, chosen.nonzero()[:, 0], workers)
             for done in itertools.chain(batches, (steps,)):
                 if progress is not None:
                     label, worst = f"{attack.name}, eps {radius:g}", found.worst(radius)
@@ -137,11 +138,11 @@ class Attacked:
         return attack, version, settings, None if unknown else self._folder
 
     def batches(
-        self, described: PreparedAttack, eps: float, rows: Tensor, workers: Workers
+        self, described: PreparedAttack, ball: LpBall, rows: Tensor, workers: Workers
     ) -> Iterator[int]:
-        """One attack at one eps: yields, at first and after each batch, how many are done."""
+        """One attack in one ball: yields, at first and after each batch, how many are done."""
         attack, version, settings, folder = described
-        ball, parts = self.threat.with_eps(eps), dict[int, Part]()
+        eps, parts = ball.eps, dict[int, Part]()
         identity = [attack.name, version, settings]
         key = self._common | {"attack": identity, "threat": ball.to_dict()}
         batches = rows.split(self.batch_size) if len(rows) else ()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from otad.attacks import Attack, LpBall
 from otad.attacks.needs import Setting
+from otad.attacks.row_graphs import sharing_graphs
 from otad.attacks.target import answers, seeded
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.checks import check_broadcast, check_choice, check_count, check_shape, require
@@ -199,7 +200,7 @@ def evaluate(
         if callable(progress):
             progress(label, done, total, worst)
 
-    with working(executor) as workers, capturing(model):
+    with working(executor) as workers, capturing(model), sharing_graphs():
         alone: Evaluation | None = None
         if network is not None:
             alone = evaluate(
