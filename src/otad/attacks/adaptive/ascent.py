@@ -20,6 +20,7 @@ from otad.attacks.needs import Needs
 from otad.attacks.objectives import Objective, asking, loss_for
 from otad.attacks.pgd import Apgd
 from otad.attacks.projection import ascended
+from otad.attacks.row_graphs import repeated
 from otad.attacks.stand_in import Map, climbable
 from otad.attacks.target import Evaluated, Survivors
 from otad.checks import check_count, check_positive, require
@@ -126,8 +127,13 @@ class SoftKnn(KeyAscent):
             mean: Tensor = scores.softmax(1) @ bank.votes.to(scores)
             return -mean if place else mean
 
+        def slope(inputs: Tensor) -> Tensor:
+            return block.target.differentiate(smooth, inputs, block.rows)[1]
+
+        # What a user's own keys do is not known.
+        gradient_at = repeated(slope, moved) if bank.is_plain else slope
         for step in range(1, self.steps + 1):
-            _, gradient = block.target.differentiate(smooth, moved, block.rows)
+            gradient = gradient_at(moved)
             # Steps shrink from the radius of the ball to 0: the function is smooth, so few suffice.
             stride = ball.eps * (1 + math.cos(math.pi * (step - 1) / self.steps)) / 2
             length = moved.new_full((len(moved),), stride)

@@ -7,9 +7,10 @@ from math import inf
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from otad.attacks.adaptive.neighborhood import Neighborhood
+
+ALIGNED = 8  # points: rows of scores then begin where a GPU reads and writes them fast
 
 Total = Callable[[Tensor], Tensor]
 """Maps embedded inputs (n,d) to the logarithms of sums (n,) of exp(-rank / width)."""
@@ -37,28 +38,33 @@ def _total_of(bank: Neighborhood, classes: Tensor, width: Tensor) -> Total:
     Inputs of a class are compared with its points alone, in one product for all classes, in which
     the smaller ones are filled up. If that takes more than all pairs, all pairs are compared."""
     present, group, counts = classes.unique(return_inverse=True, return_counts=True)
-    labels, most, sizes = present.tolist(), int(counts.max()), bank.class_sizes[0]
-    compared = len(labels) * most * max(sizes[label] for label in labels)
-    if compared >= len(classes) * len(bank.sites):
+    (sizes, known), rows = bank.class_sizes, torch.arange(len(classes), device=classes.device)
+    most = -(-max(sizes[label] for label in present.tolist()) // ALIGNED) * ALIGNED
+    shape = len(present), int(counts.max())
+    if shape[0] * shape[1] * most >= len(rows) * len(bank.sites):
         others, everything = bank.is_wrong(classes), (bank.sites, bank.offsets)
-        return lambda at: (
-            (-bank.ranks_to(at, *everything) / width).masked_fill(others, -inf).logsumexp(1)
-        )
-    sites, offsets = (part.split(sizes) for part in (bank.sites, bank.offsets))
-    sites = pad_sequence([sites[label] for label in labels], batch_first=True)
-    offsets = pad_sequence(
-        [offsets[label] for label in labels], batch_first=True, padding_value=inf
-    )
-    filled = offsets.isinf()[:, None]  # without a gradient, also where nothing is left of a class
+
+        def total_of_all(embedded: Tensor) -> Tensor:
+            scores = -bank.ranks_to(embedded, *everything) / width
+            return scores.masked_fill(others, -inf).logsumexp(1)
+
+        return total_of_all
+
+    steps, first = torch.arange(most, device=rows.device), known.cumsum(0) - known
+    points = (first[present, None] + steps).clamp_max(len(bank.sites) - 1)
+    sites, offsets, filled = bank.sites[points], bank.offsets[points], steps >= known[present, None]
     order = group.argsort(stable=True)
-    first = counts.cumsum(0) - counts
-    place = torch.empty_like(order)  # of an input within its class
-    place[order] = torch.arange(len(order), device=order.device) - first[group[order]]
-    rows = order.new_zeros(len(present), most)  # the first input is where a class has fewer
-    rows[group, place] = torch.arange(len(order), device=order.device)
+    place = torch.empty_like(order)  # of an input among those of its class
+    place[order] = rows - (counts.cumsum(0) - counts)[group[order]]
+    cell = group * shape[1] + place
+    of_cell = rows.new_zeros(shape[0] * shape[1]).index_copy(0, cell, rows)  # the first elsewhere
+    width = width[of_cell].unflatten(0, shape)
 
     def total_at(embedded: Tensor) -> Tensor:
-        scores = -bank.ranks_to(embedded[rows], sites, offsets) / width[rows]
-        return scores.masked_fill(filled, -inf).logsumexp(2)[group, place]
+        inputs = embedded.index_select(0, of_cell).unflatten(0, shape)
+        scores = -bank.ranks_to(inputs, sites, offsets) / width
+        return (
+            scores.masked_fill(filled[:, None], -inf).logsumexp(2).flatten().index_select(0, cell)
+        )
 
     return total_at
