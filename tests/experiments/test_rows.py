@@ -275,6 +275,21 @@ def test_names(tmp_path: Path) -> None:
     assert list(time_steps(factories.model(scope="global"), QUERIES)) == ["global map"]
 
 
+def test_a_gpu_times_keys_and_neighbors_as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def recorded(steps: list[Callable[[], None]], device: torch.device) -> list[Callable[[], None]]:
+        for step in steps:
+            step()  # as a recording does
+        return [lambda step=step: ran.append(step.__name__) for step in steps]
+
+    monkeypatch.setattr(probe_module, "can_capture", lambda model: True)
+    monkeypatch.setattr(probe_module, "recorded", recorded)
+    names = ["search", "keys, by a graph", "neighbors, by a graph", *STEPS[1:]]
+    assert list(time_steps(factories.model(metric=FirstFeatures()), QUERIES)) == names
+    assert ran == ["make_keys", "find_neighbors"]
+
+
 WATCHED: dict[str, list[tuple[type, str]]] = {
     "search": [(FirstFeatures, "forward"), (OTAD, "neighbors")],
     "rows": [(BankProblem, "fetched")],

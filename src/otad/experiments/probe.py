@@ -20,14 +20,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from otad.checks import check_evaluation, require
+from otad.checks import assuming, check_evaluation, require
 from otad.data import Dataset
 from otad.errors import OtadError
 from otad.experiments.records import CostRecord
 from otad.experiments.spec import CostSpec, SpeedSpec
 from otad.experiments.study import Study
 from otad.io.environment import resident_now, resident_peak
-from otad.model.captured import captured
+from otad.model.captured import Step, can_capture, captured, recorded
 from otad.model.defend import defend
 from otad.model.loading import load
 from otad.model.otad import OTAD, keys_of
@@ -35,7 +35,7 @@ from otad.progress import Counter
 
 T = TypeVar("T")
 Times = dict[str, float]
-VERSION = 2  # raise it when the same model would be measured differently
+VERSION = 3  # raise it when the same model would be measured differently
 
 
 def measure_costs(study: Study) -> tuple[tuple[CostRecord, ...], dict[str, str]]:
@@ -192,7 +192,10 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
     embedding, key, neighbors), "rows" (the pairs of the neighbors fetched from a bank in a file or
     on another device), "products" (of the neighbors), "potentials and QP" (L and longest paths,
     eq. (2), then eq. (3)), "image" (assembled and read by the head). A network in place of the
-    solver is one step after the search, "network"; a global map one step in all, "global map"."""
+    solver is one step after the search, "network"; a global map one step in all, "global map".
+
+    A GPU answers by CUDA graphs, so there the two parts of a search are timed as graphs as well:
+    "keys, by a graph" and "neighbors, by a graph"."""
     clock, solver, head = Clock(model.backbone.mean.device), model.solver, model.backbone.head
     if not model.answerer.rests_on_neighbors or solver is None:
         clock("global map", lambda: model(x))
@@ -205,6 +208,9 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
         return model.problem(embedded, model.neighbors(keys).indices)
 
     problem = clock("search", search)
+    if can_capture(model):
+        for name, replay in zip(("keys", "neighbors"), _search_graphs(model, x), strict=True):
+            clock(f"{name}, by a graph", replay)
     exact = model.answerer.exact_solver
     if exact is None:
         clock("network", lambda: head(solver(problem).image))
@@ -216,6 +222,20 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
     found, _ = clock("potentials and QP", lambda: exact._dual(near, products))
     clock("image", lambda: head(exact._solution(near, found).image))
     return clock.seconds
+
+
+def _search_graphs(model: OTAD, x: Tensor) -> list[Step]:
+    """Return graphs that make the keys of x and that find the neighbors of these keys."""
+    made: list[Tensor] = []
+
+    def make_keys() -> None:
+        made[:] = model._queries(x)
+
+    def find_neighbors() -> None:
+        with assuming():
+            model.neighbors(made[1])
+
+    return recorded([make_keys, find_neighbors], x.device)
 
 
 if __name__ == "__main__":
