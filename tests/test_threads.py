@@ -66,32 +66,42 @@ def test_a_setting_of_the_process_is_undone_by_the_last_thread_that_needs_it() -
     assert limits() == before
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "cuda.matmul.fp32_precision = 'tf32'",
-        "cudnn.conv.fp32_precision = 'tf32'",
-        "mkldnn.matmul.fp32_precision = 'bf16'",
-        "mkldnn.conv.fp32_precision = 'bf16'",
-        "mkldnn.fp32_precision = 'bf16'",
-        "fp32_precision = 'tf32'",
-    ],
-)
-def test_both_ways_to_set_the_precision_of_torch_are_supported(setting: str) -> None:
-    code = f"""
-        import torch, otad, otad.precision
-        backends = torch.backends
-        backends.{setting}
-        places = backends.cuda.matmul, backends.cudnn.conv
-        places += backends.mkldnn.matmul, backends.mkldnn.conv
-        now = lambda: [place.fp32_precision.replace("none", "ieee") for place in places]
-        before, x = now(), torch.rand(20, 4)
-        with otad.precision.FULL_PRODUCTS:
-            assert now() == ["ieee"] * 4, now()
-        model = otad.defend(None, x, torch.arange(20) % 3, inputs="pixels", scope="local")
-        net = otad.nets.SOCNet((1, 8, 8), 3, widths=(4,)).eval()
-        assert model(x).isfinite().all() and net(torch.rand(2, 1, 8, 8)).isfinite().all()
-        assert now() == before, now()
+def test_both_ways_to_set_the_precision_of_torch_are_supported() -> None:
+    code = """
+        import os, traceback, torch, otad, otad.precision
+        otad.defend, otad.nets  # what they import is not imported again by each child
+
+        def check(setting):
+            exec("torch.backends." + setting)
+            backends = torch.backends
+            places = backends.cuda.matmul, backends.cudnn.conv
+            places += backends.mkldnn.matmul, backends.mkldnn.conv
+            now = lambda: [place.fp32_precision.replace("none", "ieee") for place in places]
+            before, x = now(), torch.rand(20, 4)
+            with otad.precision.FULL_PRODUCTS:
+                assert now() == ["ieee"] * 4, now()
+            model = otad.defend(None, x, torch.arange(20) % 3, inputs="pixels", scope="local")
+            net = otad.nets.SOCNet((1, 8, 8), 3, widths=(4,)).eval()
+            assert model(x).isfinite().all() and net(torch.rand(2, 1, 8, 8)).isfinite().all()
+            assert now() == before, now()
+
+        for setting in (
+            "cuda.matmul.fp32_precision = 'tf32'",
+            "cudnn.conv.fp32_precision = 'tf32'",
+            "mkldnn.matmul.fp32_precision = 'bf16'",
+            "mkldnn.conv.fp32_precision = 'bf16'",
+            "mkldnn.fp32_precision = 'bf16'",
+            "fp32_precision = 'tf32'",
+        ):
+            child = os.fork()  # a setting may change others for good
+            if child == 0:
+                try:
+                    check(setting)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0, setting
     """
     run = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
