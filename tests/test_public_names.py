@@ -64,9 +64,11 @@ def test_imports_leave_torch_as_it_was_and_names_are_functions_in_any_order() ->
         before, loaded = state(), set(sys.modules)
         import otad
         otad.defend, otad.certify, otad.evaluate, otad.cip
+        for net in (otad.nets.fc_resnet, otad.nets.ResNet, otad.nets.SOCNet):
+            net((1, 8, 8), 2)
         assert state() == before
         heavy = {"anndata", "art", "cvxpy", "faiss", "foolbox", "matplotlib", "nevergrad", "ot",
-                 "pandas", "proxsuite", "pyautoattack", "sklearn"}
+                 "pandas", "proxsuite", "pyautoattack", "sklearn", "sympy"}
         assert not heavy & (set(sys.modules) - loaded)
 
         for first in (

@@ -13,6 +13,7 @@ from otad.checks import check_choice, check_count, check_finite, refusing, requi
 from otad.nets.adapt import adapt
 from otad.nets.base import Backbone, Metric, build, register_metric
 from otad.nets.features import parts_of_user, unwrapped
+from otad.nets.inputs import with_memory
 from otad.nets.lift import Lift
 
 KEYS = ("features", "logits", "softmax")
@@ -137,4 +138,4 @@ def metric_of(
 def _layer_like(net: Backbone, outputs: int, *, bias: bool) -> nn.Linear:
     """Return a layer that reads the features of a network, whose weights are yet to be set."""
     layer = nn.Linear(net.dim, check_count(outputs, "key_dim"), bias=bias, device="meta")
-    return layer.to_empty(device=net.mean.device).to(net.mean.dtype)
+    return with_memory(layer, net.mean.device).to(net.mean.dtype)

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from otad.checks import MOST_BLOCKS, check_count, require
 from otad.nets.base import Backbone, LinearHead, register, squared_lengths
-from otad.nets.inputs import Sizes, draw_linear, linear
+from otad.nets.inputs import Sizes, draw_linear, linear, with_memory
 
 
 @register("fc_resnet")
@@ -174,7 +174,7 @@ class LiftedNet(Backbone):
             _stack(widths, gains, generator)
             for _ in range(check_count(blocks, "blocks", least=0, most=MOST_BLOCKS))
         )
-        self.head = LinearHead(self.dim, self.n_outputs, self.task).to_empty(device="cpu")
+        self.head = with_memory(LinearHead(self.dim, self.n_outputs, self.task))
         self.head.requires_grad_(False)
         self.head.weight.zero_()[:, -self.lift :].fill_diagonal_(1.0)
         self.head.bias.zero_()

@@ -264,6 +264,15 @@ def draw(weight: Tensor, how: str, *limits: float, generator: torch.Generator) -
     weight.copy_(getattr(drawn, how)(*limits, generator=generator))
 
 
+def with_memory(layer: AnyModule, device: torch.device | str = "cpu") -> AnyModule:
+    """Give a layer of the device "meta" uninitialized memory, as its method `to_empty` does, of
+    which the first call in a process imports modules for a second."""
+    layer._apply(  # type: ignore[no-untyped-call]
+        lambda one: torch.empty(one.shape, dtype=one.dtype, device=device)
+    )
+    return layer
+
+
 def standard_normal(*shape: int, generator: torch.Generator) -> Tensor:
     """Draw standard normal numbers, the same in every default dtype."""
     drawn = torch.randn(shape, generator=generator, dtype=torch.float32)
@@ -284,7 +293,7 @@ def draw_linear(
     Weights are uniform with variance gain^2 / fan_in, biases are uniform within 1 / sqrt(fan_in).
     The default gain is PyTorch's own initialization."""
     fan_in = layer.in_features
-    layer.to_empty(device="cpu")
+    with_memory(layer)
     with torch.no_grad():
         bound = gain * (3 / fan_in) ** 0.5
         draw(layer.weight, "uniform_", -bound, bound, generator=generator)

@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from otad.checks import check_positive, require
 from otad.nets.base import Backbone, LinearHead, LipschitzBound, build, register, squared_lengths
+from otad.nets.inputs import with_memory
 from otad.nets.lipschitz import LipschitzNet, full_precision, norm_bounds
 
 MARGIN = 1e-3  # added to the spectral norm as a share of it, for rounding
@@ -81,7 +82,7 @@ class Lift(Backbone):
         self.stretch, self.unread = float(stretch), float(unread)
         # An orthonormal basis (r,d) of the rows of the head, if it is needed.
         self.register_buffer("read", None if unread == 1 else _row_basis(inner.head))
-        self.head = LinearHead(self.dim, count, self.task).to_empty(device=inner.mean.device)
+        self.head = with_memory(LinearHead(self.dim, count, self.task), inner.mean.device)
         self.head.to(inner.mean.dtype).requires_grad_(False)
         self.head.weight.zero_()[:, size:].fill_diagonal_(self.stretch)
         self.head.bias.zero_()

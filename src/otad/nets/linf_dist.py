@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from otad.checks import check_choice
 from otad.nets.base import LinearHead, LipschitzBound, register
-from otad.nets.inputs import Sizes, draw
+from otad.nets.inputs import Sizes, draw, with_memory
 from otad.nets.lipschitz import LipschitzNet
 from otad.nets.resnet import check_widths
 
@@ -90,7 +90,7 @@ class LinfDistNet(LipschitzNet):
         layers = [DistanceLayer(*pair, generator) for pair in itertools.pairwise(sizes)]
         layers[-1].is_shifted = False
         self.layers: Any = nn.Sequential(*layers)
-        self.head = LinearHead(self.dim, self.n_outputs, task).to_empty(device="cpu")
+        self.head = with_memory(LinearHead(self.dim, self.n_outputs, task))
         self.head.order = 1.0  # dual to l-infinity
         self.head.weight.requires_grad_(False).zero_().fill_diagonal_(-1.0)
         with torch.no_grad():

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 from otad.checks import MOST_BLOCKS, check_count, require
 from otad.nets.base import Backbone, LipschitzBound, Metric, register_metric
-from otad.nets.inputs import Sizes, check_image_shape, draw
+from otad.nets.inputs import Sizes, check_image_shape, draw, with_memory
 from otad.precision import FULL_PRODUCTS
 
 ROUNDING = 1 + 1e-9  # a factor above the rounding of norms computed in float64
@@ -152,7 +152,7 @@ class OrthogonalLinear(nn.Linear):
 
     def __init__(self, before: int, after: int, generator: torch.Generator) -> None:
         super().__init__(before, after, device="meta")
-        self.to_empty(device="cpu")
+        with_memory(self)
         with torch.no_grad():
             # At this scale the rotations are far from the identity and mix all channels.
             spread = 2 * max(before, after) ** -0.5

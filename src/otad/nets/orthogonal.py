@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from otad.checks import MOST_BLOCKS, check_choice, check_count, require
 from otad.nets.base import LinearHead, LipschitzBound, register
-from otad.nets.inputs import Sizes, check_image_shape, standard_normal
+from otad.nets.inputs import Sizes, check_image_shape, standard_normal, with_memory
 from otad.nets.lipschitz import (
     ROUNDING,
     LipschitzNet,
@@ -109,7 +109,7 @@ class OrthogonalNet(LipschitzNet):
         for number in range(stages):
             sides = height // 2 ** (number + 1), across // 2 ** (number + 1)
             self.parts.append(Stage(width * 2**number, blocks, sides, is_first=number == 0))
-        self.head = LinearHead(dim, n_outputs, task).to_empty(device="cpu")
+        self.head = with_memory(LinearHead(dim, n_outputs, task))
         self.head.uses_autocast = False
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from otad.checks import MOST_BLOCKS, check_choice, check_count, require
 from otad.nets.base import Backbone, LinearHead, register
-from otad.nets.inputs import Sizes, check_image_shape, draw, draw_linear
+from otad.nets.inputs import Sizes, check_image_shape, draw, draw_linear, with_memory
 
 ACTIVATIONS = {"relu": functional.relu, "silu": functional.silu}
 
@@ -116,7 +116,7 @@ def convolution(
 ) -> nn.Sequential:
     """Return a convolution, drawn for ReLU (variance 2 / fan_in), with batch normalization."""
     layer = nn.Conv2d(before, after, size, stride, size // 2, bias=False, device="meta")
-    layer.to_empty(device="cpu")
+    with_memory(layer)
     with torch.no_grad():
         spread = (2 / (before * size * size)) ** 0.5
         draw(layer.weight, "normal_", 0.0, spread, generator=generator)

@@ -18,6 +18,7 @@ from otad.nets.inputs import (
     draw_linear,
     linear,
     standard_normal,
+    with_memory,
 )
 
 
@@ -82,7 +83,7 @@ class PatchEmbedding(nn.Module):
     def __init__(self, channels: int, width: int, patch: int, generator: torch.Generator) -> None:
         super().__init__()
         self.proj = nn.Conv2d(channels, width, patch, stride=patch, device="meta")
-        self.proj.to_empty(device="cpu")
+        with_memory(self.proj)
         bound = (channels * patch * patch) ** -0.5
         with torch.no_grad():
             for parameter in self.proj.parameters():

@@ -14,7 +14,7 @@ from otad.cip.execution import blocks
 from otad.cip.protocols import RowProblem
 from otad.cip.solution import CipSolution
 from otad.errors import InputError
-from otad.nets.inputs import draw_linear, standard_normal
+from otad.nets.inputs import draw_linear, standard_normal, with_memory
 from otad.nets.vit import Block
 
 READOUTS = ("free", "hull", "plain")
@@ -256,7 +256,7 @@ def _root_mean_square(*vectors: Tensor) -> Tensor:
 
 
 def _zero(layer: nn.Linear) -> nn.Linear:
-    layer.to_empty(device="cpu")
+    with_memory(layer)
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer
