@@ -182,8 +182,10 @@ def test_shortest_step_is_the_projection_an_independent_solver_finds(seed, drawn
         ([0.3, 0.3], [0, 0, 1, 1, 3, 3], [3, 1, 2, 3, 0, 1], {3}),
         ([0.8, 0.1], [0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 0], {2}),
         ([0.8, 0.1], [0, 0, 0, 0, 0, 1], [1, 2, 1, 2, 1, 2], {2, 3}),
+        ([0.8, 0.1], [0, 0, 1, 1, 2, 2], [1, 2, 2, 0, 0, 1], {2}),
+        ([0.3, 0.3], [0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2], {3}),
     ],
-    ids=["each class", "an empty class", "a large class", "a large class and small ones"],
+    ids=["each", "an empty one", "a large one", "a large one and small ones", "much memory", "y"],
 )
 @pytest.mark.parametrize("view", [0, 1], ids=["neighbors", "tangents"])
 def test_soft_votes_are_sums_over_the_points_of_two_classes(
@@ -210,7 +212,7 @@ def test_soft_votes_are_sums_over_the_points_of_two_classes(
         weights = ((2 * at @ bank.sites.T - bank.offsets - lengths) / width).exp()
         sums = (((bank.votes == side[:, None]) * weights).sum(1) for side in sides)
         towards, away = (torch.where(total > 0, total, 1.0).log() for total in sums)
-        return towards - away
+        return towards.masked_fill(sides[0] == sides[1], 0.0) - away
 
     found = advantage_over(bank, *sides, width)
     start = x.clone().requires_grad_()

@@ -130,8 +130,9 @@ class SoftKnn(KeyAscent):
         def slope(inputs: Tensor) -> Tensor:
             return block.target.differentiate(smooth, inputs, block.rows)[1]
 
-        # What a user's own keys do is not known.
-        gradient_at = repeated(slope, moved) if bank.is_plain else slope
+        # What keys or a stand-in of a user do is not known.
+        is_known = bank.is_plain and bank.keys is None
+        gradient_at = repeated(slope, moved) if is_known else slope
         for step in range(1, self.steps + 1):
             gradient = gradient_at(moved)
             # Steps shrink from the radius of the ball to 0: the function is smooth, so few suffice.

@@ -21,11 +21,12 @@ def advantage_over(bank: Neighborhood, aims: Tensor, y: Tensor, width: Tensor) -
     embedded inputs (n,d).
 
     It is the difference (n,) of the logarithms of both sums of exp(-rank / width), with a width
-    (n,1). If no point votes for one side, the other side alone gives the direction."""
-    sides = [_total_of(bank, classes, width) for classes in (aims, y)]
+    (n,1). If no point votes for one side, the other side alone gives the direction; so it does
+    where the aim is y itself, because there is no other class."""
+    towards, away = (_total_of(bank, classes, width) for classes in (aims, y))
 
     def advantage(embedded: Tensor) -> Tensor:
-        totals = (total_at(embedded) for total_at in sides)
+        totals = towards(embedded).masked_fill(aims == y, -inf), away(embedded)
         more, less = (torch.where(total.isfinite(), total, 0.0) for total in totals)
         return more - less
 
@@ -36,12 +37,14 @@ def _total_of(bank: Neighborhood, classes: Tensor, width: Tensor) -> Total:
     """Return the sums over the points that vote for the class of each input (n,).
 
     Inputs of a class are compared with its points alone, in one product for all classes, in which
-    the smaller ones are filled up. If that takes more than all pairs, all pairs are compared."""
+    the smaller ones are filled up. All pairs are compared instead if there are fewer of them, or if
+    the points would take more than twice the memory of the bank."""
     present, group, counts = classes.unique(return_inverse=True, return_counts=True)
     (sizes, known), rows = bank.class_sizes, torch.arange(len(classes), device=classes.device)
     most = -(-max(sizes[label] for label in present.tolist()) // ALIGNED) * ALIGNED
     shape = len(present), int(counts.max())
-    if shape[0] * shape[1] * most >= len(rows) * len(bank.sites):
+    copied = shape[0] * most
+    if shape[1] * copied >= len(rows) * len(bank.sites) or copied > 2 * len(bank.sites) + ALIGNED:
         others, everything = bank.is_wrong(classes), (bank.sites, bank.offsets)
 
         def total_of_all(embedded: Tensor) -> Tensor:
