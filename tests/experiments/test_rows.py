@@ -284,10 +284,11 @@ def test_a_gpu_times_keys_and_neighbors_as_graphs(monkeypatch: pytest.MonkeyPatc
         return [lambda step=step: ran.append(step.__name__) for step in steps]
 
     monkeypatch.setattr(probe_module, "can_capture", lambda model: True)
+    monkeypatch.setattr(probe_module, "has_room", lambda device: True)
     monkeypatch.setattr(probe_module, "recorded", recorded)
     names = ["search", "keys, by a graph", "neighbors, by a graph", *STEPS[1:]]
     assert list(time_steps(factories.model(metric=FirstFeatures()), QUERIES)) == names
-    assert ran == ["make_keys", "find_neighbors"]
+    assert ran == ["make_keys", "make_keys", "find_neighbors", "find_neighbors"]
 
 
 WATCHED: dict[str, list[tuple[type, str]]] = {
