@@ -265,8 +265,10 @@ def draw(weight: Tensor, how: str, *limits: float, generator: torch.Generator) -
 
 
 def with_memory(layer: AnyModule, device: torch.device | str = "cpu") -> AnyModule:
-    """Give a layer of the device "meta" uninitialized memory, as its method `to_empty` does, of
-    which the first call in a process imports modules for a second."""
+    """Give a layer of the device "meta" uninitialized memory.
+
+    The method `to_empty` does the same, but its first call in a process imports modules for a
+    second."""
     layer._apply(  # type: ignore[no-untyped-call]
         lambda one: torch.empty(one.shape, dtype=one.dtype, device=device)
     )
