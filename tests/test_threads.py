@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -66,6 +67,7 @@ def test_a_setting_of_the_process_is_undone_by_the_last_thread_that_needs_it() -
     assert limits() == before
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
 def test_both_ways_to_set_the_precision_of_torch_are_supported() -> None:
     code = """
         import os, traceback, torch, otad, otad.precision

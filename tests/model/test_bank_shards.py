@@ -85,6 +85,7 @@ def test_joined_rows_are_a_tensor(generator: torch.Generator) -> None:
         gathered(joined, torch.tensor([10]))
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
 def test_shards_are_written_by_several_processes(tmp_path: Path, bank: FeatureBank) -> None:
     """One of them is killed. What the others wrote stays, and only the rest is written again."""
     for number in (1, 2, 3):
