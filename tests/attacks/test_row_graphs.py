@@ -18,9 +18,11 @@ from otad.attacks.row_graphs import (
     RowGraphs,
     graphs_for,
     graphs_of_rows,
+    repeated,
     row_wise,
     sharing_graphs,
 )
+from otad.evaluate import evaluate
 
 DEVICES = ["cpu"] + ["cuda:0"] * torch.cuda.is_available()
 
@@ -178,10 +180,45 @@ def test_attacks_on_banks_find_the_same_with_graphs(device, monkeypatch, attack)
     both_ways(monkeypatch, attack, model, x, model(x).argmax(1), L2(0.2, BOX))
 
 
-def test_regression_finds_the_same_with_graphs(device, monkeypatch) -> None:
+@pytest.mark.parametrize("attack", [Apgd(steps=20), SoftKnn((0.1,), 20, 1, polish=0)])
+def test_regression_finds_the_same_with_graphs(device, monkeypatch, attack) -> None:
     model = local_model(neighbors=3, task="regression").to(device)
     x = blobs(90, 3)[0].to(device)
-    both_ways(monkeypatch, Apgd(steps=20), model, x, model(x).detach(), L2(0.2, BOX), 0.05)
+    both_ways(monkeypatch, attack, model, x, model(x).detach(), L2(0.2, BOX), 0.05)
+
+
+def test_a_repeated_function_is_a_graph_for_one_shape(device: torch.device) -> None:
+    def summed(x: Tensor) -> Tensor:
+        return x.cumsum(0)  # across rows
+
+    x = torch.rand(7, 3, device=device)
+    assert repeated(summed, x) is summed
+    graphs = RowGraphs(device)
+    with graphs_of_rows(graphs):
+        fast = repeated(summed, x)
+        assert fast is not summed
+        for seed in range(3):
+            moved = torch.rand(7, 3, generator=torch.Generator().manual_seed(seed)).to(device)
+            torch.testing.assert_close(fast(moved), summed(moved))
+        assert repeated(summed, x[:0]) is summed
+    assert not graphs._graphs, "its memory is its own"
+
+
+def test_an_evaluation_makes_graphs_once_for_each_ball(device, monkeypatch) -> None:
+    made: list[torch.device] = []
+
+    class Counted(RowGraphs):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            made.append(device)
+
+    monkeypatch.setattr(module, "RowGraphs", Counted)
+    monkeypatch.setattr(base, "has_kernel", lambda ball, x: True)
+    x = torch.rand(9, 1, 6, 6, generator=torch.Generator().manual_seed(1)).to(device)
+    attacks = [Pgd(steps=2), Apgd(steps=2), RandomNoise(draws=2)]
+    how = {"eps": [0.1, 0.2], "attacks": attacks, "flags": False, "batch_size": 5}
+    evaluate(NET.to(device), x, NET.to(device)(x).argmax(1), L2(0.1, BOX), **how)
+    assert len(made) == 3, "for the examples themselves, and for each eps"
 
 
 def test_attacks_in_the_same_ball_share_graphs(device: torch.device) -> None:

@@ -42,14 +42,15 @@ def row_wise(function: Function) -> Function:
 
 
 def repeated(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function for many inputs (n,*) in the place of x, within `graphs_of_rows` as a CUDA
-    graph.
+    """Return the function for inputs of the shape of x (n,*), which are many, run by a CUDA graph
+    within `graphs_of_rows`.
 
-    It may treat rows together. It draws no random numbers and reads nothing from the GPU."""
+    It may treat rows together. It draws no random numbers and reads nothing from the GPU. The
+    memory of the graph is free again as soon as nobody holds what is returned."""
     graphs = _graphs.get()
-    if graphs is None or x.device != graphs.device or not len(x):
+    if graphs is None or x.device != graphs.device or not len(x) or not has_room(x.device):
         return function
-    graph = graphs.made(function, len(x), (x,), {})
+    graph = _graph_of(function, len(x), (x,), {}, None)
     return function if graph is None else lambda moved: graph((moved,))
 
 
@@ -68,26 +69,29 @@ class RowGraphs:
         kinds = (part for one in given for part in (one.shape[1:], one.dtype))
         size = padded(len(given[0]))
         kind = function, size, *kinds, *how.items()
-        if kind not in self._graphs and self._calls[kind] >= USUAL_CALLS:
-            self._graphs[kind] = self.made(function, size, given, how)
+        is_usual = self._calls[kind] >= USUAL_CALLS
+        if kind not in self._graphs and is_usual and has_room(self.device):
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            self._graphs[kind] = _graph_of(function, size, given, how, self._pool)
+            if self._graphs[kind] is None:
+                self._pool = None  # a capture that failed may still hold it
         self._calls[kind] += 1
         graph = self._graphs.get(kind)
         return function(*given, **how) if graph is None else graph(given)
 
-    def made(
-        self, function: Callable[..., Any], size: int, given: tuple[Tensor, ...], how: Any
-    ) -> _RowGraph | None:
-        is_small = size <= MOST_ROWS and all(one.numel() <= MOST_NUMBERS for one in given)
-        if not is_small or not has_room(self.device):
-            return None
-        rows = torch.arange(size, device=self.device) % len(given[0])
-        try:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            with graphs_of_rows(None):  # a graph cannot start another one
-                return _RowGraph(function, [one.detach()[rows] for one in given], how, self._pool)
-        except RuntimeError:  # something is read from the GPU, or memory does not suffice
-            self._pool = None
-            return None
+
+def _graph_of(
+    function: Callable[..., Any], size: int, given: tuple[Tensor, ...], how: Any, pool: Any
+) -> _RowGraph | None:
+    """Return the graph of a function for `size` rows, or None where none can be made."""
+    if size > MOST_ROWS or any(one.numel() > MOST_NUMBERS for one in given):
+        return None
+    rows = torch.arange(size, device=given[0].device) % len(given[0])
+    try:
+        with graphs_of_rows(None):  # a graph cannot start another one
+            return _RowGraph(function, [one.detach()[rows] for one in given], how, pool)
+    except RuntimeError:  # something is read from the GPU, or memory does not suffice
+        return None
 
 
 class _RowGraph:

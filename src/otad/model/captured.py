@@ -116,8 +116,8 @@ class CapturedModel:
             return cast("Tensor", self.model(x))
 
     def attempt(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return outputs for x (B,*) without waiting for them, and until the next attempt which of
-        them are those of the model (B,); None if all are."""
+        """Return outputs for x (B,*) without waiting for them, and which of them are those of the
+        model (B,), or None if all are. The next attempt overwrites the latter."""
         graph = self.graph(x, USUAL_CALLS)
         if graph is None:
             return self.model(x), None
