@@ -254,14 +254,19 @@ class Neighborhood:
 
         The first is in place of those that a class does not have. There are no more columns than
         points of the largest class."""
-        most, sizes = max(self.class_sizes[0]), self.class_sizes[1]
-        steps = torch.arange(most, device=ranks.device)
-        places = (sizes.cumsum(0) - sizes)[classes, None] + steps
-        places = places.clamp_max(ranks.shape[1] - 1)
-        own = ranks.gather(1, places).masked_fill(steps >= sizes[classes, None], torch.inf)
+        most = max(self.class_sizes[0])
+        places, filled = self.points_of(classes, most)
+        own = ranks.gather(1, places).masked_fill(filled, torch.inf)
         best = own.topk(min(count, most), largest=False)
         chosen = places.gather(1, best.indices)
         return torch.where(best.values.isfinite(), chosen, chosen[:, :1])
+
+    def points_of(self, classes: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """Return the points (n,most) that vote for each of the classes (n,), and which of them do
+        not, but fill up a class with fewer points (n,most)."""
+        sizes, steps = self.class_sizes[1], torch.arange(most, device=classes.device)
+        places = (sizes.cumsum(0) - sizes)[classes, None] + steps
+        return places.clamp_max(len(self.sites) - 1), steps >= sizes[classes, None]
 
     @cached_property
     def class_sizes(self) -> tuple[list[int], Tensor]:

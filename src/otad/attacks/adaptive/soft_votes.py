@@ -34,14 +34,15 @@ def advantage_over(bank: Neighborhood, aims: Tensor, y: Tensor, width: Tensor) -
 
 
 def _total_of(bank: Neighborhood, classes: Tensor, width: Tensor) -> Total:
-    """Return the sums over the points that vote for the class of each input (n,).
+    """Return the logarithms of the sums over the points that vote for the class of each input (n,).
 
     Inputs of a class are compared with its points alone, in one product for all classes, in which
     the smaller ones are filled up. All pairs are compared instead if there are fewer of them, or if
     the points would take more than twice the memory of the bank."""
     present, group, counts = classes.unique(return_inverse=True, return_counts=True)
-    (sizes, known), rows = bank.class_sizes, torch.arange(len(classes), device=classes.device)
-    most = -(-max(sizes[label] for label in present.tolist()) // ALIGNED) * ALIGNED
+    rows = torch.arange(len(classes), device=classes.device)
+    largest = max(bank.class_sizes[0][label] for label in present.tolist())
+    most = -(-largest // ALIGNED) * ALIGNED
     shape = len(present), int(counts.max())
     copied = shape[0] * most
     if shape[1] * copied >= len(rows) * len(bank.sites) or copied > 2 * len(bank.sites) + ALIGNED:
@@ -53,9 +54,8 @@ def _total_of(bank: Neighborhood, classes: Tensor, width: Tensor) -> Total:
 
         return total_of_all
 
-    steps, first = torch.arange(most, device=rows.device), known.cumsum(0) - known
-    points = (first[present, None] + steps).clamp_max(len(bank.sites) - 1)
-    sites, offsets, filled = bank.sites[points], bank.offsets[points], steps >= known[present, None]
+    points, filled = bank.points_of(present, most)
+    sites, offsets = bank.sites[points], bank.offsets[points]
     order = group.argsort(stable=True)
     place = torch.empty_like(order)  # of an input among those of its class
     place[order] = rows - (counts.cumsum(0) - counts)[group[order]]
@@ -66,8 +66,7 @@ def _total_of(bank: Neighborhood, classes: Tensor, width: Tensor) -> Total:
     def total_at(embedded: Tensor) -> Tensor:
         inputs = embedded.index_select(0, of_cell).unflatten(0, shape)
         scores = -bank.ranks_to(inputs, sites, offsets) / width
-        return (
-            scores.masked_fill(filled[:, None], -inf).logsumexp(2).flatten().index_select(0, cell)
-        )
+        sums = scores.masked_fill(filled[:, None], -inf).logsumexp(2)
+        return sums.flatten().index_select(0, cell)
 
     return total_at
