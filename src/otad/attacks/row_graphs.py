@@ -42,8 +42,8 @@ def row_wise(function: Function) -> Function:
 
 
 def repeated(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the function for inputs of the shape of x (n,*), which are many, run by a CUDA graph
-    within `graphs_of_rows`.
+    """Return a function for many inputs of the shape of x (n,*), within `graphs_of_rows` as a CUDA
+    graph.
 
     It may treat rows together. It draws no random numbers and reads nothing from the GPU. The
     memory of the graph is free again as soon as nobody holds what is returned."""
