@@ -13,7 +13,8 @@ TYPES = {"indices": "*i64", "status": "*i64", "takes_part": "*i8", "outcome": "*
 TYPES |= dict.fromkeys(("smoothness", "convexity", "steps", "numbers", "sensitivity"), "*fp64")
 TYPES["potentials"] = "*fp64"
 TYPES |= dict.fromkeys(("inputs", "features", "points"), "*fp16")
-TYPES |= dict.fromkeys(("batches", "batch", "segments", "size", "dim", "length"), "i32")
+COUNTS = "batches batch segments sensitive size dim length"
+TYPES |= dict.fromkeys(COUNTS.split(), "i32")
 SEARCH = TYPES | dict.fromkeys(("places", "chosen", "exclude"), "*i64") | {"order": "*i32"}
 SEARCH |= dict.fromkeys(("squares", "values", "lengths", "distances", "beyond"), "*fp64")
 SEARCH |= dict.fromkeys(("count", "groups"), "i32")
@@ -57,7 +58,7 @@ if __name__ == "__main__":
     compile_for_a_gpu(gram.pairs_kernel, 1, **sizes, vector=4, stages=2)
     compile_for_a_gpu(gram.gram_kernel, 2, **sizes, padded=16, width=32, stages=3)
     compile_for_a_gpu(gram.combine_kernel, 2, count=3, width=512)
-    rules = {"climbs": False, "consistent": True, "sensitive": False, "rule": "canonical"}
+    rules = {"climbs": False, "consistent": True, "rule": "canonical"}
     for count, padded in ((3, 16), (20, 32)):
         sizes = {"count": count, "total": count, "padded": padded, "shifts": False}
         for stage, warps, _ in STAGES[padded]:

@@ -20,6 +20,24 @@ def columns_of(block, vector: constexpr):
         return tl.split(even) + tl.split(odd)
 
 
+@triton.jit
+def with_pairs(sums, stack, count: constexpr, shifts: constexpr):
+    """Return sums to which the products of all pairs of a stack are added.
+
+    It is a function, and its tuples are made line by line, because compiling takes longest here."""
+    found = ()
+    for i in tl.static_range(2 * count):
+        line = ()
+        for k in tl.static_range(i + 1):
+            total = sums[i * (i + 1) // 2 + k]
+            # Nobody needs <c_i, z_1>.
+            if i == k or ((shifts or i >= count) and k != count):
+                total += stack[i] * stack[k]
+            line = line + (total,)
+        found = found + line
+    return found
+
+
 @triton.jit(do_not_specialize=["batches", "size"])
 def pairs_kernel(
     query, inputs, features, indices, products, squares, batches, size, dim, length,
@@ -39,8 +57,11 @@ def pairs_kernel(
         row = tl.load(indices + batch * count + k)
         row = tl.minimum(tl.maximum(row, 0), size - 1) * dim
         anchors, images = anchors + (inputs + row,), images + (features + row,)
-    for _ in tl.static_range(count * (2 * count + 1)):
-        sums = sums + (tl.zeros((lanes,), dtype=tl.float32),)
+    for i in tl.static_range(2 * count):
+        line = ()
+        for _ in tl.static_range(i + 1):
+            line = line + (tl.zeros((lanes,), dtype=tl.float32),)
+        sums = sums + line
     for start in tl.range(0, length, lanes * vector, num_stages=stages):
         j = first + start + lane
         inside = j < dim
@@ -52,20 +73,12 @@ def pairs_kernel(
             a, z = a + (columns_of(point, vector),), z + (columns_of(image, vector),)
         for v in tl.static_range(vector):
             center = z[0][v].to(tl.float32)
-            offsets, centered, found = (), (center,), ()
+            offsets, centered = (), (center,)
             for k in tl.static_range(count):
                 offsets = offsets + (a[k][v].to(tl.float32) - x[v],)
                 if k > 0:
                     centered = centered + (z[k][v].to(tl.float32) - center,)
-            stack = offsets + centered
-            for i in tl.static_range(2 * count):
-                for k in tl.static_range(i + 1):
-                    total = sums[i * (i + 1) // 2 + k]
-                    # Nobody needs <c_i, z_1>.
-                    if i == k or ((shifts or i >= count) and k != count):
-                        total += stack[i] * stack[k]
-                    found = found + (total,)
-            sums = found
+            sums = with_pairs(sums, offsets + centered, count, shifts)
 
     # Here instead of above, where every register is needed. So the load must not be shared either.
     place = tl.arange(0, lanes)

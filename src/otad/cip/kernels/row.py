@@ -22,19 +22,20 @@ _MOST_ROUNDS = constexpr(100)  # a row that needs more is left to `solve_torch`
 _REFINEMENTS = constexpr(3)  # after the first
 
 
-@triton.jit(do_not_specialize=["batch", "segments"])
+@triton.jit(do_not_specialize=["batch", "segments", "sensitive"])
 def row_kernel(
     products, squares, smoothness, convexity, steps, multipliers, potentials, value_at, numbers,
-    status, takes_part, outcome, sensitivity, batch, segments,
+    status, takes_part, outcome, sensitivity, batch, segments, sensitive,
     total: constexpr, count: constexpr, padded: constexpr, shifts: constexpr, climbs: constexpr,
-    consistent: constexpr, sensitive: constexpr, rule: constexpr, stage: constexpr,
+    consistent: constexpr, rule: constexpr, stage: constexpr,
 ):  # fmt: skip
     """Solve one row per program. A row has `total` neighbors, of which the first `count` are used.
 
     `steps` are the noise, the steps up and down of the climb, and the largest L. The results are
     `multipliers` and `potentials` (B,K); `value_at` (B,); `numbers` (4,B), which are L, l, the l of
     the map and the residual; `status` (B,); `takes_part` (B,K); `outcome` (B,), see `solve_triton`;
-    and `sensitivity` (B,K,K). The stage is "potentials", "multipliers" or "both"."""
+    and unless `sensitive` is 0, `sensitivity` (B,K,K). The stage is "potentials", "multipliers" or
+    "both"."""
     row = tl.program_id(0).to(tl.int64)
     where = products, row, batch, segments
     if stage != "multipliers":
@@ -48,7 +49,7 @@ def row_kernel(
         if tl.load(outcome + row) > 0:
             find_multipliers(
                 where, squares, smoothness, steps, multipliers, potentials, value_at, numbers,
-                outcome, sensitivity, total, count, padded, shifts, consistent, sensitive,
+                outcome, sensitivity, sensitive, total, count, padded, shifts, consistent,
             )  # fmt: skip
 
 
@@ -103,8 +104,8 @@ def find_potentials(
 @triton.jit
 def find_multipliers(
     where, squares, smoothness, steps, multipliers, potentials, value_at, numbers, outcome,
-    sensitivity, total: constexpr, count: constexpr, padded: constexpr, shifts: constexpr,
-    consistent: constexpr, sensitive: constexpr,
+    sensitivity, sensitive, total: constexpr, count: constexpr, padded: constexpr,
+    shifts: constexpr, consistent: constexpr,
 ):  # fmt: skip
     """Find the multipliers of a row with potentials, for the curvature of the map."""
     _, row, batch, _ = where
@@ -150,7 +151,7 @@ def find_multipliers(
     tl.store(value_at + row, value)
     tl.store(numbers + 3 * batch + row, tl.maximum(residual, 0.0))
     tl.store(outcome + row, solved.to(tl.int32))
-    if sensitive:
+    if sensitive != 0:  # not known when it is compiled, which takes seconds
         place = sensitivity + row * total * total + i[:, None] * total + i[None, :]
         tl.store(place, inverse * (scale * modulus), mask=real[:, None] & real[None, :])
 

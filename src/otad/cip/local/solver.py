@@ -280,10 +280,10 @@ def solve_triton(
     sensitivity = values.new_empty((batch, total, total) if sensitive else 0, dtype=torch.float64)
     inputs = products.squares, smoothness.contiguous(), strong_convexity.contiguous(), steps
     outputs = multipliers, potentials, value, numbers, status, active, outcome, sensitivity
-    constants = {"total": total, "count": total - relaxation.spares, "sensitive": sensitive}
+    constants = {"total": total, "count": total - relaxation.spares}
     constants |= {"shifts": products.with_offsets, "climbs": relaxation.climb is not None}
     constants |= {"padded": padded, "consistent": mode == "consistent"}
-    arrays = values, *inputs, *outputs, batch, segments
+    arrays = values, *inputs, *outputs, batch, segments, int(sensitive)
     for stage, warps, registers in STAGES[padded]:
         how = {"rule": rule, "stage": stage, "num_warps": warps, "maxnreg": registers}
         launch(row_kernel, (batch,), *arrays, **constants, **how)
