@@ -185,15 +185,15 @@ class Target:
         model = quick(self.model) if self.draws == 1 else self.model
         at = x.detach().requires_grad_()
         with torch.enable_grad():
-            outputs, is_right = attempt(model, at) if self._attempts else (model(at), None)
+            outputs, are_right = attempt(model, at) if self._attempts else (model(at), None)
         if outputs.requires_grad:
             value, slope = slope_of(outputs.detach(), *about, loss=loss)
             (gradient,) = torch.autograd.grad(outputs, at, slope, materialize_grads=True)
         else:
             value, gradient = loss(outputs, *about), torch.zeros_like(x)
         found = Evaluated(outputs.detach(), value, self._seen(value, gradient, rows))
-        # Only now, because the host waits here for all that it has launched.
-        if is_right is not None and not bool(is_right.all()):
+        # Only now, because the host waits here for the answers.
+        if are_right is not None and not are_right():
             self._attempts = False
             return self._evaluated(x, loss, rows, about)
         return found

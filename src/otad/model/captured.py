@@ -104,7 +104,7 @@ class CapturedModel:
         self._pool: Any = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        outputs, is_right = self.attempt(x)
+        outputs, is_right = self._replayed(x)
         if is_right is None:
             return outputs
         wrong = (~is_right).nonzero()[:, 0]  # the host waits here, and only here
@@ -115,9 +115,15 @@ class CapturedModel:
         except InputError:  # names a row of x[wrong]
             return cast("Tensor", self.model(x))
 
-    def attempt(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return outputs for x (B,*) without waiting for them, and which of them are those of the
-        model (B,), or None if all are. The next attempt overwrites the latter."""
+    def attempt(self, x: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+        """Return outputs for x (B,*) without waiting for them, and a function that waits for them,
+        but not for what a GPU has to do afterwards, and says whether all are those of the model."""
+        outputs, is_right = self._replayed(x)
+        return outputs, _always if is_right is None else _read_later(is_right.all())
+
+    def _replayed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return outputs for x (B,*), and which of them are those of the model (B,), or None if all
+        are. The next graph overwrites the latter."""
         graph = self.graph(x, USUAL_CALLS)
         if graph is None:
             return self.model(x), None
@@ -306,9 +312,28 @@ def is_known(model: nn.Module) -> bool:
     return all(getattr(net, "is_capturable", False) for net in nets)
 
 
-def attempt(model: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor | None]:
+def attempt(model: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Callable[[], bool]]:
     """Return what `CapturedModel.attempt` does, or the outputs of another model."""
-    return model.attempt(x) if isinstance(model, CapturedModel) else (model(x), None)
+    return model.attempt(x) if isinstance(model, CapturedModel) else (model(x), _always)
+
+
+def _always() -> bool:
+    return True
+
+
+def _read_later(flag: Tensor) -> Callable[[], bool]:
+    """Return a function that reads a flag, and waits for nothing that is launched after this."""
+    if not flag.is_cuda:
+        return lambda: bool(flag)
+    found, done = torch.empty((), dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+    found.copy_(flag, non_blocking=True)
+    done.record(torch.cuda.current_stream(flag.device))
+
+    def read() -> bool:
+        done.synchronize()
+        return bool(found)
+
+    return read
 
 
 def answer(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
