@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from otad.attacks import L2, Bpda, Linf, Pgd
 from otad.attacks.adaptive import Bisector, Pull, Region, SoftKnn, Straight
+from otad.attacks.adaptive.class_means import BetweenClasses
 from otad.attacks.adaptive.lines import shortest_step
 from otad.attacks.adaptive.neighborhood import Neighborhood
-from otad.attacks.adaptive.soft_votes import advantage_over
 from otad.baselines import MajorityKnn, MeanFeatureKnn
 from otad.errors import InputError
 from otad.model.defend import defend
@@ -59,7 +59,7 @@ def test_region_finds_the_distance_of_a_fine_grid(make, rows, seed, slack, gener
             assert bool(found.broken) == breaks
 
 
-def test_a_step_computes_the_ranks_of_the_bank_once(monkeypatch, generator) -> None:
+def test_a_pull_computes_the_ranks_of_the_whole_bank_once(monkeypatch, generator) -> None:
     model, (x, y), calls = local_model(), blobs(8, 2), []
     ranks = Neighborhood.ranks
     monkeypatch.setattr(
@@ -67,7 +67,7 @@ def test_a_step_computes_the_ranks_of_the_bank_once(monkeypatch, generator) -> N
     )
     attack = Pull(classes=1, sizes=(1,), steps=4, polish=0)
     attack(model, x, y, L2(1e-6, BOX), generator=generator)
-    assert len(calls) == 4
+    assert len(calls) == 1, "its steps need the points of two classes"
 
 
 @pytest.mark.parametrize("name", ["stairs", "lifted", "local"])
@@ -176,20 +176,20 @@ def test_shortest_step_is_the_projection_an_independent_solver_finds(seed, drawn
 
 
 @pytest.mark.parametrize(
-    ("shares", "y", "aims", "kinds"),
+    ("shares", "y", "aims", "groups"),
     [
         ([0.3, 0.3], [0, 0, 1, 1, 2, 2], [1, 2, 2, 0, 0, 1], {3}),
-        ([0.3, 0.3], [0, 0, 1, 1, 3, 3], [3, 1, 2, 3, 0, 1], {3}),
-        ([0.8, 0.1], [0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 0], {2}),
-        ([0.8, 0.1], [0, 0, 0, 0, 0, 1], [1, 2, 1, 2, 1, 2], {2, 3}),
-        ([0.8, 0.1], [0, 0, 1, 1, 2, 2], [1, 2, 2, 0, 0, 1], {2}),
+        ([0.3, 0.3], [0, 0, 1, 1, 3, 3], [3, 1, 2, 3, 0, 1], {3, 4}),
+        ([0.8, 0.1], [0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 0], {1}),
+        ([0.8, 0.1], [0, 0, 0, 0, 0, 1], [1, 2, 1, 2, 1, 2], {1, 2}),
+        ([0.8, 0.1], [0, 0, 1, 1, 2, 2], [1, 2, 2, 0, 0, 1], {1}),
         ([0.3, 0.3], [0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2], {3}),
     ],
     ids=["each", "an empty one", "a large one", "a large one and small ones", "much memory", "y"],
 )
 @pytest.mark.parametrize("view", [0, 1], ids=["neighbors", "tangents"])
-def test_soft_votes_are_sums_over_the_points_of_two_classes(
-    view, shares, y, aims, kinds, monkeypatch, generator
+def test_ways_between_classes_are_those_of_their_points_one_by_one(
+    view, shares, y, aims, groups, generator
 ) -> None:
     points = torch.randn(60, 3, generator=generator, dtype=torch.float64)
     net = fc_resnet((3,), 4, blocks=1, hidden=8).double()
@@ -200,30 +200,34 @@ def test_soft_votes_are_sums_over_the_points_of_two_classes(
     bank = replace(bank, votes=(torch.arange(len(bank.votes)) >= ends[:, None]).sum(0))
     width = 1 + torch.rand(6, 1, generator=generator, dtype=torch.float64)
     sides = torch.tensor([aims, y])
-    shapes: list[int] = []
-    ranks = Neighborhood.ranks_to
 
-    def seen(self: Neighborhood, embedded: Tensor, *points: Tensor) -> Tensor:
-        shapes.append(embedded.dim())
-        return ranks(self, embedded, *points)
-
-    def expected(at: Tensor) -> Tensor:
+    def ranks(at: Tensor) -> Tensor:
         lengths = 0 if bank.by_tangents else at.square().sum(1, keepdim=True)
-        weights = ((2 * at @ bank.sites.T - bank.offsets - lengths) / width).exp()
+        return bank.offsets + lengths - 2 * at @ bank.sites.T
+
+    def advantage(at: Tensor) -> Tensor:
+        weights = (-ranks(at) / width).exp()
         sums = (((bank.votes == side[:, None]) * weights).sum(1) for side in sides)
         towards, away = (torch.where(total > 0, total, 1.0).log() for total in sums)
         return towards.masked_fill(sides[0] == sides[1], 0.0) - away
 
-    found = advantage_over(bank, *sides, width)
-    start = x.clone().requires_grad_()
-    with monkeypatch.context() as patch:
-        patch.setattr(Neighborhood, "ranks_to", seen)
-        of_both = found(start), expected(start)
-    assert {*shapes[:2]} == kinds, "3 where classes share a product"
-    torch.testing.assert_close(*of_both)
-    slopes = [torch.autograd.grad(one.sum(), start)[0] for one in of_both]
-    torch.testing.assert_close(*slopes)
-    assert torch.autograd.gradcheck(found, start)
+    def near(row: int, label: int) -> Tensor:
+        voting = (bank.votes == label).nonzero()[:, 0]
+        if not len(voting):
+            return torch.zeros(3, dtype=x.dtype)
+        first = voting[ranks(x)[row, voting].argsort()[:4]]
+        return bank.sites[first].mean(0) - (0 if bank.by_tangents else x[row])
+
+    between, start = BetweenClasses(bank, *sides), x.clone().requires_grad_()
+    found = {len(side.sites) for side in (between._aims, between._own)}
+    assert found == groups, "one for each class, or one of all points"
+    (slope,) = torch.autograd.grad(advantage(start).sum(), start)
+    torch.testing.assert_close(2 / width * between.soft(x, width), slope)
+    ways = [
+        (near(row, aim) if aim != own else 0) - near(row, own)
+        for row, (aim, own) in enumerate(zip(aims, y, strict=True))
+    ]
+    torch.testing.assert_close(between.near(x, 4), torch.stack(ways))
 
 
 @EACH

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from otad.attacks.adaptive.class_means import BetweenClasses
 from otad.attacks.adaptive.neighborhood import BankAttack, Block, Neighborhood, blocks_of
-from otad.attacks.adaptive.soft_votes import advantage_over
 from otad.attacks.base import option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.objectives import Objective, asking, loss_for
@@ -117,12 +117,12 @@ class SoftKnn(KeyAscent):
             width = bank.width(ranks, temperature)
             if not block.is_regression:
                 aim = bank.nearest_classes(ranks, block.y)[:, place]
-                advantage = advantage_over(bank, aim, block.y, width)
+                between = BetweenClasses(bank, aim, block.y)
 
         def smooth(inputs: Tensor) -> Tensor:
             embedded = bank.embed(inputs)
-            if not block.is_regression:
-                return advantage(embedded)
+            if not block.is_regression:  # its gradient is along that of the soft vote
+                return (embedded * between.soft(embedded.detach(), width)).sum(1)
             scores = -bank.ranks(embedded) / width
             mean: Tensor = scores.softmax(1) @ bank.votes.to(scores)
             return -mean if place else mean

@@ -1,8 +1,7 @@
-"""The soft vote of the bank points of one class for each input, against those of another class."""
+"""The ways of inputs towards the mean of bank points of a class, and away from that of another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 
 import torch
@@ -12,61 +11,90 @@ from otad.attacks.adaptive.neighborhood import Neighborhood
 
 ALIGNED = 8  # points: rows of scores then begin where a GPU reads and writes them fast
 
-Total = Callable[[Tensor], Tensor]
-"""Maps embedded inputs (n,d) to the logarithms of sums (n,) of exp(-rank / width)."""
+
+class BetweenClasses:
+    """The ways (n,d) of embedded inputs (n,d) towards points that vote for `aims` (n,) and away
+    from points that vote for y (n,).
+
+    If no point votes for one side, the other side alone gives the way; so it does where the aim is
+    y itself, because there is no other class."""
+
+    def __init__(self, bank: Neighborhood, aims: Tensor, y: Tensor) -> None:
+        self._aims, self._own = _Voters(bank, aims), _Voters(bank, y)
+        self._has_aim = (aims != y)[:, None]
+
+    def soft(self, embedded: Tensor, width: Tensor) -> Tensor:
+        """Return the ways by means in which point i weighs exp(-rank_i / width), for widths (n,1).
+
+        Times 2 / width they are the gradient of log(sum of the weights of aims) minus log(sum of
+        the weights of y)."""
+        ways = (side.soft(embedded, width) for side in (self._aims, self._own))
+        return self._towards(*ways)
+
+    def near(self, embedded: Tensor, count: int) -> Tensor:
+        """Return the ways by the means of the `count` points of least rank on each side."""
+        ways = (side.near(embedded, count) for side in (self._aims, self._own))
+        return self._towards(*ways)
+
+    def _towards(self, aims: Tensor, own: Tensor) -> Tensor:
+        return aims * self._has_aim - own
 
 
-def advantage_over(bank: Neighborhood, aims: Tensor, y: Tensor, width: Tensor) -> Total:
-    """Return how much more the votes for `aims` (n,) weigh than those for y (n,), as a function of
-    embedded inputs (n,d).
+class _Voters:
+    """The points that vote for the class of each input (n,).
 
-    It is the difference (n,) of the logarithms of both sums of exp(-rank / width), with a width
-    (n,1). If no point votes for one side, the other side alone gives the direction; so it does
-    where the aim is y itself, because there is no other class."""
-    towards, away = (_total_of(bank, classes, width) for classes in (aims, y))
-
-    def advantage(embedded: Tensor) -> Tensor:
-        totals = towards(embedded).masked_fill(aims == y, -inf), away(embedded)
-        more, less = (torch.where(total.isfinite(), total, 0.0) for total in totals)
-        return more - less
-
-    return advantage
-
-
-def _total_of(bank: Neighborhood, classes: Tensor, width: Tensor) -> Total:
-    """Return the logarithms of the sums over the points that vote for the class of each input (n,).
-
-    Inputs of a class are compared with its points alone, in one product for all classes, in which
+    Inputs of a class are compared with its points alone, in one product for all g classes, in which
     the smaller ones are filled up. All pairs are compared instead if there are fewer of them, or if
     the points would take more than twice the memory of the bank."""
-    present, group, counts = classes.unique(return_inverse=True, return_counts=True)
-    rows = torch.arange(len(classes), device=classes.device)
-    largest = max(bank.class_sizes[0][label] for label in present.tolist())
-    most = -(-largest // ALIGNED) * ALIGNED
-    shape = len(present), int(counts.max())
-    copied = shape[0] * most
-    if shape[1] * copied >= len(rows) * len(bank.sites) or copied > 2 * len(bank.sites) + ALIGNED:
-        others, everything = bank.is_wrong(classes), (bank.sites, bank.offsets)
 
-        def total_of_all(embedded: Tensor) -> Tensor:
-            scores = -bank.ranks_to(embedded, *everything) / width
-            return scores.masked_fill(others, -inf).logsumexp(1)
+    def __init__(self, bank: Neighborhood, classes: Tensor) -> None:
+        self.bank, rows = bank, torch.arange(len(classes), device=classes.device)
+        self.is_there = (bank.class_sizes[1][classes] > 0)[:, None]
+        present, group, counts = classes.unique(return_inverse=True, return_counts=True)
+        largest = max(bank.class_sizes[0][label] for label in present.tolist())
+        most = -(-largest // ALIGNED) * ALIGNED
+        self.shape = len(present), int(counts.max())
+        copied, all_pairs = self.shape[0] * most, len(rows) * len(bank.sites)
+        if self.shape[1] * copied >= all_pairs or copied > 2 * len(bank.sites) + ALIGNED:
+            self.shape = 1, len(rows)
+            self.sites, offsets = bank.sites[None], bank.offsets[None, None]
+            hidden, self.cell, self.of_cell = bank.is_wrong(classes)[None], rows, rows
+        else:
+            points, filled = bank.points_of(present, most)
+            self.sites, offsets = bank.sites[points], bank.offsets[points][:, None]
+            hidden, order = filled[:, None], group.argsort(stable=True)
+            place = torch.empty_like(order)  # of an input among those of its class
+            place[order] = rows - (counts.cumsum(0) - counts)[group[order]]
+            self.cell = group * self.shape[1] + place
+            self.of_cell = rows.new_zeros(self.shape[0] * self.shape[1])
+            self.of_cell.index_copy_(0, self.cell, rows)  # the first input elsewhere
+        self.offsets = offsets.masked_fill(hidden, inf)
 
-        return total_of_all
+    def soft(self, embedded: Tensor, width: Tensor) -> Tensor:
+        scores = self._ranks(embedded) / -self._by_class(width)
+        return self._way(embedded, scores.softmax(2) @ self.sites)
 
-    points, filled = bank.points_of(present, most)
-    sites, offsets = bank.sites[points], bank.offsets[points]
-    order = group.argsort(stable=True)
-    place = torch.empty_like(order)  # of an input among those of its class
-    place[order] = rows - (counts.cumsum(0) - counts)[group[order]]
-    cell = group * shape[1] + place
-    of_cell = rows.new_zeros(shape[0] * shape[1]).index_copy(0, cell, rows)  # the first elsewhere
-    width = width[of_cell].unflatten(0, shape)
+    def near(self, embedded: Tensor, count: int) -> Tensor:
+        ranks = self._ranks(embedded)
+        first = ranks.topk(min(count, ranks.shape[2]), largest=False)
+        groups = torch.arange(len(ranks), device=ranks.device)[:, None, None]
+        points, voting = self.sites[groups, first.indices], first.values[..., None].isfinite()
+        return self._way(embedded, (points * voting).sum(2) / voting.sum(2))
 
-    def total_at(embedded: Tensor) -> Tensor:
-        inputs = embedded.index_select(0, of_cell).unflatten(0, shape)
-        scores = -bank.ranks_to(inputs, sites, offsets) / width
-        sums = scores.masked_fill(filled[:, None], -inf).logsumexp(2)
-        return sums.flatten().index_select(0, cell)
+    def _ranks(self, embedded: Tensor) -> Tensor:
+        """Return the ranks (g,m,N) up to a number for a row, infinite for other classes."""
+        inputs = self._by_class(embedded)
+        ranks: Tensor = torch.baddbmm(self.offsets, inputs, self.sites.mT, alpha=-2)
+        return ranks
 
-    return total_at
+    def _by_class(self, rows: Tensor) -> Tensor:
+        grouped: Tensor = rows.index_select(0, self.of_cell).unflatten(0, self.shape)
+        return grouped
+
+    def _way(self, embedded: Tensor, means: Tensor) -> Tensor:
+        """Return the ways (n,d) to means (g,m,d): half of the negative gradient of their ranks.
+
+        For tangents, whose ranks are linear, these are the means themselves."""
+        means = means.flatten(0, 1).index_select(0, self.cell)
+        ways = means if self.bank.by_tangents else means - embedded
+        return torch.where(self.is_there, ways, 0.0)

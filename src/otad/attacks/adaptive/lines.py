@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from otad.attacks.adaptive.class_means import BetweenClasses
 from otad.attacks.adaptive.neighborhood import BankAttack, Block, Neighborhood, blocks_of, lowest
 from otad.attacks.base import Attack, option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.pgd import Apgd
 from otad.attacks.projection import ascended, projected
+from otad.attacks.row_graphs import repeated, row_wise
 from otad.attacks.target import Survivors, Target
 from otad.checks import check_count, check_positive
 from otad.model.otad import OTAD
@@ -225,9 +228,9 @@ class Region(BankAttack):
 class Pull(BankAttack):
     """Steps towards the mean of near wrong bank points and away from the mean of right ones.
 
-    Both means are searched again after each step. From the last input APGD continues with the
-    model's own gradient, for every class and size: the best start of an ascent is often not the
-    input that came closest to a wrong answer.
+    The wrong points are those for one class at a time. Both means are searched again after each
+    step. From the last input APGD continues with the model's own gradient, for every class and
+    size: the best start of an ascent is often not the input that came closest to a wrong answer.
 
     Parameters
     ----------
@@ -257,7 +260,7 @@ class Pull(BankAttack):
     steps: int = option(20, check_count)
     name = "pull"
     needs = Needs(affine_keys=True, gradients=True)
-    version = 2
+    version = 3
 
     def search(self, survivors: Survivors, generator: torch.Generator) -> None:
         target, ball = survivors.target, survivors.ball
@@ -269,18 +272,38 @@ class Pull(BankAttack):
                 block = block.remaining()
                 if not len(block.rows):
                     break
-                here, bank = block.x, block.bank
+                here = block.x
                 length = here.new_full((len(here),), STRIDE * ball.eps)
+                way = repeated(_way_of(block, place, size), here)
                 for _ in range(self.steps):
-                    chosen = _opponents(bank, here, block.y, size, size, place)
-                    wrong, right = (bank.sites[some].mean(1) for some in chosen)
-                    ahead = bank.inputs(bank.embed(here) + wrong - right, here) - here
-                    here = ascended(block.x, here, length, ahead, ball=ball)
+                    here = ascended(block.x, here, length, way(here), ball=ball)
                     block.offer(here)
                 rows = survivors.among(block.rows)
                 if climbs and len(rows):
                     start = here[torch.isin(block.rows, rows)]
                     climber.climb(survivors, objective, start, rows)
+
+
+def _way_of(block: Block, place: int, size: int) -> Callable[[Tensor], Tensor]:
+    """Return the ways of inputs (n,*) towards the mean of `size` near wrong points and away from
+    that of right ones."""
+    bank, y = block.bank, block.y
+    if not block.is_regression:
+        aims = bank.nearest_classes(bank.ranks_at(block.x), y)[:, place]
+        between = BetweenClasses(bank, aims, y)
+
+    @torch.no_grad()
+    def way(here: Tensor) -> Tensor:
+        embedded = bank.embed(here)
+        if block.is_regression:
+            chosen = _opponents(bank, here, y, size, size, place)
+            wrong, right = (bank.sites[some].mean(1) for some in chosen)
+            ahead = wrong - right
+        else:
+            ahead = between.near(embedded, size)
+        return bank.inputs(embedded + ahead, here) - here
+
+    return way
 
 
 def _step(block: Block, wrong: Tensor, right: Tensor) -> Tensor:
@@ -300,7 +323,13 @@ def shortest_step(gaps: Tensor, need: Tensor) -> Tensor:
 
     `gaps` is (B,n,d) and `need` (B,n). The dual problem is solved by accelerated projected ascent:
     delta = 2 sum mu_k gaps_k, where mu >= 0 maximizes <need, mu> - |2 sum mu_k gaps_k|^2 / 2."""
-    gram = 4 * gaps @ gaps.mT
+    weight = _multipliers(4 * gaps @ gaps.mT, need)
+    return 2 * (gaps.mT @ weight[:, :, None])[:, :, 0]
+
+
+@row_wise
+def _multipliers(gram: Tensor, need: Tensor) -> Tensor:
+    """Return the mu >= 0 (B,n) that maximize <need, mu> - <mu, gram mu> / 2, gram (B,n,n)."""
     # The largest eigenvalue is bounded by the largest row sum.
     rate = 1 / gram.abs().sum(2).amax(1, keepdim=True).clamp_min(1e-12)
     weight = torch.zeros_like(need)
@@ -311,7 +340,7 @@ def shortest_step(gaps: Tensor, need: Tensor) -> Tensor:
         grown = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
         ahead = new + (momentum - 1) / grown * (new - weight)
         weight, momentum = new, grown
-    return 2 * (gaps.mT @ weight[:, :, None])[:, :, 0]
+    return weight
 
 
 def _opponents(
