@@ -102,35 +102,42 @@ class _RowGraph:
         found = function(*inputs, **how)
         self.is_single = isinstance(found, Tensor)
         self.results = [one.clone() for one in ([found] if self.is_single else found)]
-        self._first: dict[int, list[list[Tensor]]] = {}  # rows of inputs and results, by number
+        self._first: dict[int, list[list[Kind]]] = {}  # rows of inputs and results, by their number
         (self._replay,) = recorded([self._run], inputs[0].device, pool)
 
     def _run(self) -> None:
         found = self.function(*self.inputs, **self.how)
-        _copy([found] if self.is_single else found, self.results)
+        _copy([found] if self.is_single else found, _kinds_of(self.results))
 
     @torch.no_grad()
     def __call__(self, given: tuple[Tensor, ...]) -> Any:
         count = len(given[0])
         if count not in self._first:
-            self._first[count] = [[one[:count] for one in of] for of in (self.inputs, self.results)]
+            parts = ([one[:count] for one in of] for of in (self.inputs, self.results))
+            self._first[count] = [_kinds_of(part) for part in parts]
         inputs, results = self._first[count]
         _copy(given, inputs)
         self._replay()
-        copies = tuple(torch.empty_like(one) for one in results)
-        _copy(results, copies)
-        return copies[0] if self.is_single else copies
+        copies = [torch.empty_like(one[:count]) for one in self.results]
+        for places, found in results:
+            torch._foreach_copy_([copies[place] for place in places], found)
+        return copies[0] if self.is_single else tuple(copies)
 
 
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copy tensors by one kernel for each type of number."""
-    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for source, target in zip(sources, targets, strict=True):
-        to, of = kinds.setdefault(target.dtype, ([], []))
-        to.append(target)
-        of.append(source)
-    for to, of in kinds.values():
-        torch._foreach_copy_(to, of)
+Kind = tuple[list[int], list[Tensor]]
+"""The tensors with one type of number, and their places among all. One kernel copies them."""
+
+
+def _kinds_of(tensors: Sequence[Tensor]) -> list[Kind]:
+    places: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.dtype, []).append(place)
+    return [(of_kind, [tensors[place] for place in of_kind]) for of_kind in places.values()]
+
+
+def _copy(sources: Sequence[Tensor], kinds: list[Kind]) -> None:
+    for places, targets in kinds:
+        torch._foreach_copy_(targets, [sources[place] for place in places])
 
 
 _graphs: ContextVar[RowGraphs | None] = ContextVar("graphs", default=None)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from otad.attacks.projection import projected
 from otad.attacks.row_graphs import row_wise
 from otad.checks import check_shape, require
-from otad.model.captured import attempt, quick
+from otad.model.captured import answered, attempt, quick
 from otad.threat import LpBall, per_row
 
 Loss = Callable[..., Tensor]
@@ -183,17 +183,10 @@ class Target:
         self, x: Tensor, loss: Loss, rows: Tensor | None, about: tuple[Tensor, ...]
     ) -> Evaluated:
         model = quick(self.model) if self.draws == 1 else self.model
-        at = x.detach().requires_grad_()
-        with torch.enable_grad():
-            outputs, are_right = attempt(model, at) if self._attempts else (model(at), None)
-        if outputs.requires_grad:
-            value, slope = slope_of(outputs.detach(), *about, loss=loss)
-            (gradient,) = torch.autograd.grad(outputs, at, slope, materialize_grads=True)
-        else:
-            value, gradient = loss(outputs, *about), torch.zeros_like(x)
-        found = Evaluated(outputs.detach(), value, self._seen(value, gradient, rows))
-        # Only now, because the host waits here for the answers.
-        if are_right is not None and not are_right():
+        outputs, pull, are_right = (attempt if self._attempts else answered)(model, x)
+        value, slope = slope_of(outputs, *about, loss=loss)
+        found = Evaluated(outputs, value, self._seen(value, pull(slope), rows))
+        if not are_right():  # asked only now, because the host waits here for the answers
             self._attempts = False
             return self._evaluated(x, loss, rows, about)
         return found

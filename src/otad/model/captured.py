@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -104,10 +105,13 @@ class CapturedModel:
         self._pool: Any = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        outputs, is_right = self._replayed(x)
-        if is_right is None:
+        graph = self.graph(x, USUAL_CALLS, x.requires_grad and torch.is_grad_enabled())
+        if graph is None:
+            return cast("Tensor", self.model(x))
+        outputs: Tensor = _Replay.apply(x, self, graph)  # type: ignore[no-untyped-call]
+        if graph.is_right is None:
             return outputs
-        wrong = (~is_right).nonzero()[:, 0]  # the host waits here, and only here
+        wrong = (~graph.is_right[: len(x)]).nonzero()[:, 0]  # the host waits here, and only here
         if len(wrong) == 0:
             return outputs
         try:
@@ -115,24 +119,20 @@ class CapturedModel:
         except InputError:  # names a row of x[wrong]
             return cast("Tensor", self.model(x))
 
-    def attempt(self, x: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-        """Return outputs for x (B,*) without waiting for them, and a function that waits for them,
-        but not for what a GPU has to do afterwards, and says whether all are those of the model."""
-        outputs, is_right = self._replayed(x)
-        return outputs, _always if is_right is None else _read_later(is_right.all())
-
-    def _replayed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return outputs for x (B,*), and which of them are those of the model (B,), or None if all
-        are. The next graph overwrites the latter."""
-        graph = self.graph(x, USUAL_CALLS)
+    def attempt(self, x: Tensor) -> Attempt:
+        """Answer x (B,*) without waiting for a graph, if there is one for it."""
+        graph = self.graph(x, USUAL_CALLS, True)
         if graph is None:
-            return self.model(x), None
-        outputs = _Replay.apply(x, self, graph)  # type: ignore[no-untyped-call]
-        return outputs, None if graph.is_right is None else graph.is_right[: len(x)]
+            return answered(self.model, x)
+        turn, is_right = _ask(x, self, graph), graph.is_right
+        outputs = graph.outputs[: len(x)].detach().clone()
+        check = _always if is_right is None else _read_later(is_right[: len(x)].all())
+        return Attempt(outputs, partial(_pulled, x, self, graph, turn), check)
 
-    def graph(self, x: Tensor, calls: int = 0) -> Graph | None:
-        """Return the graph for a batch, if others like it came so often before."""
-        count, is_grown = self.rows or padded(len(x)), x.requires_grad and torch.is_grad_enabled()
+    def graph(self, x: Tensor, calls: int = 0, is_grown: bool = False) -> Graph | None:
+        """Return the graph for a batch, if others like it came so often before. It can be
+        differentiated if it `is_grown`."""
+        count = self.rows or padded(len(x))
         if not 0 < len(x) <= count <= MOST_ROWS:
             return None
         kind = count, x.shape[1:], x.dtype, x.device, is_grown
@@ -163,13 +163,19 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), graph = ctx.saved_tensors, ctx.graph
-        if ctx.turn != ctx.owner.turn:  # what the graph had in memory is lost
-            ctx.turn = _ask(x, ctx.owner, graph)
-        graph.cotangent[: len(x)].copy_(cotangent)
-        graph.pull()
-        ctx.owner.turn += 1  # in its last step a graph used the memory of its first ones again
-        return graph.gradient[: len(x)].clone(), None, None
+        (x,) = ctx.saved_tensors
+        return _pulled(x, ctx.owner, ctx.graph, ctx.turn, cotangent), None, None
+
+
+@torch.no_grad()
+def _pulled(x: Tensor, owner: CapturedModel, graph: Graph, turn: int, cotangent: Tensor) -> Tensor:
+    """Return the gradient (n,*) of what a graph answered for x (n,*) in its turn."""
+    if turn != owner.turn:  # what the graph had in memory is lost
+        _ask(x, owner, graph)
+    graph.cotangent[: len(x)].copy_(cotangent)
+    cast("Step", graph.pull)()
+    owner.turn += 1  # in its last step a graph used the memory of its first ones again
+    return graph.gradient[: len(x)].clone()
 
 
 @torch.no_grad()
@@ -312,9 +318,36 @@ def is_known(model: nn.Module) -> bool:
     return all(getattr(net, "is_capturable", False) for net in nets)
 
 
-def attempt(model: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-    """Return what `CapturedModel.attempt` does, or the outputs of another model."""
-    return model.attempt(x) if isinstance(model, CapturedModel) else (model(x), _always)
+class Attempt(NamedTuple):
+    """Outputs (B,C) or (B,), what turns their cotangent into the gradient in x (B,*), and what says
+    whether all are those of the model.
+
+    The latter waits for the outputs, but not for what a GPU has to do afterwards."""
+
+    outputs: Tensor
+    pull: Callable[[Tensor], Tensor]
+    are_right: Callable[[], bool]
+
+
+def attempt(model: Callable[[Tensor], Tensor], x: Tensor) -> Attempt:
+    """Answer x (B,*) by an attempt of a captured model, or as another model does."""
+    return model.attempt(x) if isinstance(model, CapturedModel) else answered(model, x)
+
+
+def answered(model: Callable[[Tensor], Tensor], x: Tensor) -> Attempt:
+    """Answer x (B,*) as a model does."""
+    at = x.detach().requires_grad_()
+    with torch.enable_grad():
+        outputs = model(at)
+
+    def pull(cotangent: Tensor) -> Tensor:
+        if not outputs.requires_grad:
+            return torch.zeros_like(x)
+        (gradient,) = torch.autograd.grad(outputs, at, cotangent, materialize_grads=True)
+        return gradient
+
+    found = outputs.detach()  # outputs of inference mode cannot be differentiated, even by a loss
+    return Attempt(found.clone() if found.is_inference() else found, pull, _always)
 
 
 def _always() -> bool:
