@@ -211,11 +211,11 @@ def test_ways_between_classes_are_those_of_their_points_one_by_one(
         towards, away = (torch.where(total > 0, total, 1.0).log() for total in sums)
         return towards.masked_fill(sides[0] == sides[1], 0.0) - away
 
-    def near(row: int, label: int) -> Tensor:
+    def near(row: int, label: int, count: int) -> Tensor:
         voting = (bank.votes == label).nonzero()[:, 0]
         if not len(voting):
             return torch.zeros(3, dtype=x.dtype)
-        first = voting[ranks(x)[row, voting].argsort()[:4]]
+        first = voting[ranks(x)[row, voting].argsort()[:count]]
         return bank.sites[first].mean(0) - (0 if bank.by_tangents else x[row])
 
     between, start = BetweenClasses(bank, *sides), x.clone().requires_grad_()
@@ -223,11 +223,12 @@ def test_ways_between_classes_are_those_of_their_points_one_by_one(
     assert found == groups, "one for each class, or one of all points"
     (slope,) = torch.autograd.grad(advantage(start).sum(), start)
     torch.testing.assert_close(2 / width * between.soft(x, width), slope)
-    ways = [
-        (near(row, aim) if aim != own else 0) - near(row, own)
-        for row, (aim, own) in enumerate(zip(aims, y, strict=True))
-    ]
-    torch.testing.assert_close(between.near(x, 4), torch.stack(ways))
+    for count in (4, 30):  # more than a small class has
+        ways = [
+            (near(row, aim, count) if aim != own else 0) - near(row, own, count)
+            for row, (aim, own) in enumerate(zip(aims, y, strict=True))
+        ]
+        torch.testing.assert_close(between.near(x, count), torch.stack(ways))
 
 
 @EACH

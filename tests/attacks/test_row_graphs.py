@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from otad.attacks import L2, Attack, Linf, LpBall, RandomNoise, RandomSearch, Square, base
 from otad.attacks import row_graphs as module
-from otad.attacks.adaptive import Keys, Pull, SoftKnn
+from otad.attacks.adaptive import Keys, Pull, Region, SoftKnn
 from otad.attacks.pgd import Apgd, Bpda, Pgd
 from otad.attacks.row_graphs import (
     RowGraphs,
@@ -133,6 +133,7 @@ IMAGES: list[Attack] = [
 BANKS: list[Attack] = [
     SoftKnn((0.1, 0.01), 12, 1, polish=12),
     Pull(classes=1, sizes=(1, 3), steps=12, polish=12),
+    Region(singles=6, opponents=4, classes=1, sizes=(2,), polish=0),
     Keys(steps=12, targets=1, restarts=1, polish=12),
 ]
 
@@ -180,7 +181,11 @@ def test_attacks_on_banks_find_the_same_with_graphs(device, monkeypatch, attack)
     both_ways(monkeypatch, attack, model, x, model(x).argmax(1), L2(0.2, BOX))
 
 
-@pytest.mark.parametrize("attack", [Apgd(steps=20), SoftKnn((0.1,), 20, 1, polish=0)])
+@pytest.mark.parametrize(
+    "attack",
+    [Apgd(steps=20), SoftKnn((0.1,), 20, 1, polish=0), Pull(sizes=(3,), steps=12, polish=0)],
+    ids=lambda one: one.name,
+)
 def test_regression_finds_the_same_with_graphs(device, monkeypatch, attack) -> None:
     model = local_model(neighbors=3, task="regression").to(device)
     x = blobs(90, 3)[0].to(device)
@@ -192,15 +197,16 @@ def test_a_repeated_function_is_a_graph_for_one_shape(device: torch.device) -> N
         return x.cumsum(0)  # across rows
 
     x = torch.rand(7, 3, device=device)
-    assert repeated(summed, x) is summed
+    assert repeated(summed, x, 40) is summed
     graphs = RowGraphs(device)
     with graphs_of_rows(graphs):
-        fast = repeated(summed, x)
+        assert repeated(summed, x, 3) is summed, "a graph takes longer to make"
+        fast = repeated(summed, x, 40)
         assert fast is not summed
         for seed in range(3):
             moved = torch.rand(7, 3, generator=torch.Generator().manual_seed(seed)).to(device)
             torch.testing.assert_close(fast(moved), summed(moved))
-        assert repeated(summed, x[:0]) is summed
+        assert repeated(summed, x[:0], 40) is summed
     assert not graphs._graphs, "its memory is its own"
 
 

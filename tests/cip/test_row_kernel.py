@@ -113,6 +113,18 @@ def test_kernel_equals_torch(case, generator) -> None:
         assert float(answer.smoothness.min()) > 1.01 * high
 
 
+def test_without_a_gradient_all_else_is_the_same(generator) -> None:
+    problem = random_problem(generator, 3, 4, 6, smoothness=2.6)
+    products = products_of(problem, None, with_offsets=False)
+    products = Products(products.values.to(DEVICE), products.squares.to(DEVICE), False)
+    curvature = problem.smoothness.to(DEVICE), problem.strong_convexity.to(DEVICE)
+    how = products, *curvature, Relaxation(None, math.inf, 0), "canonical", "consistent", DOUBLE
+    (solved, outcome), (plain, same) = (solve_triton(*how, sensitive=one) for one in (True, False))
+    assert plain.sensitivity is None
+    assert_close({**vars(plain), "sensitivity": solved.sensitivity}, vars(solved))
+    assert torch.equal(same, outcome)
+
+
 @triton.jit
 def closed_kernel(weights, answer, count: tl.constexpr, padded: tl.constexpr):
     i = tl.arange(0, padded)

@@ -41,14 +41,18 @@ def row_wise(function: Function) -> Function:
     return cast("Function", run)
 
 
-def repeated(function: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function for many inputs of the shape of x (n,*), within `graphs_of_rows` as a CUDA
-    graph.
+def repeated(
+    function: Callable[[Tensor], Tensor], x: Tensor, times: int
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that is called so many times for inputs of the shape of x (n,*), within
+    `graphs_of_rows` as a CUDA graph.
 
     It may treat rows together. It draws no random numbers and reads nothing from the GPU. The
     memory of the graph is free again as soon as nobody holds what is returned."""
     graphs = _graphs.get()
-    if graphs is None or x.device != graphs.device or not len(x) or not has_room(x.device):
+    if graphs is None or x.device != graphs.device or times <= 2 * USUAL_CALLS:
+        return function
+    if not _fits(len(x), (x,)) or not has_room(x.device):
         return function
     graph = _graph_of(function, len(x), (x,), {}, None)
     return function if graph is None else lambda moved: graph((moved,))
@@ -69,8 +73,8 @@ class RowGraphs:
         kinds = (part for one in given for part in (one.shape[1:], one.dtype))
         size = padded(len(given[0]))
         kind = function, size, *kinds, *how.items()
-        is_usual = self._calls[kind] >= USUAL_CALLS
-        if kind not in self._graphs and is_usual and has_room(self.device):
+        is_due = kind not in self._graphs and self._calls[kind] >= USUAL_CALLS
+        if is_due and _fits(size, given) and has_room(self.device):
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             self._graphs[kind] = _graph_of(function, size, given, how, self._pool)
             if self._graphs[kind] is None:
@@ -80,12 +84,16 @@ class RowGraphs:
         return function(*given, **how) if graph is None else graph(given)
 
 
+def _fits(size: int, given: tuple[Tensor, ...]) -> bool:
+    """Return whether a graph of so many rows is faster than Python."""
+    most = max(size * one.numel() // max(1, len(one)) for one in given)
+    return 0 < size <= MOST_ROWS and most <= MOST_NUMBERS
+
+
 def _graph_of(
     function: Callable[..., Any], size: int, given: tuple[Tensor, ...], how: Any, pool: Any
 ) -> _RowGraph | None:
     """Return the graph of a function for `size` rows, or None where none can be made."""
-    if size > MOST_ROWS or any(one.numel() > MOST_NUMBERS for one in given):
-        return None
     rows = torch.arange(size, device=given[0].device) % len(given[0])
     try:
         with graphs_of_rows(None):  # a graph cannot start another one

@@ -121,7 +121,7 @@ class SoftKnn(KeyAscent):
 
         def smooth(inputs: Tensor) -> Tensor:
             embedded = bank.embed(inputs)
-            if not block.is_regression:  # its gradient is along that of the soft vote
+            if not block.is_regression:  # its gradient, not its value, is along that of the vote
                 return (embedded * between.soft(embedded.detach(), width)).sum(1)
             scores = -bank.ranks(embedded) / width
             mean: Tensor = scores.softmax(1) @ bank.votes.to(scores)
@@ -132,7 +132,7 @@ class SoftKnn(KeyAscent):
 
         # What keys or a stand-in of a user do is not known.
         is_known = bank.is_plain and bank.keys is None
-        gradient_at = repeated(slope, moved) if is_known else slope
+        gradient_at = repeated(slope, moved, self.steps) if is_known else slope
         for step in range(1, self.steps + 1):
             gradient = gradient_at(moved)
             # Steps shrink from the radius of the ball to 0: the function is smooth, so few suffice.

@@ -29,27 +29,28 @@ class BetweenClasses:
         Times 2 / width they are the gradient of log(sum of the weights of aims) minus log(sum of
         the weights of y)."""
         ways = (side.soft(embedded, width) for side in (self._aims, self._own))
-        return self._towards(*ways)
+        return self._between(*ways)
 
     def near(self, embedded: Tensor, count: int) -> Tensor:
         """Return the ways by the means of the `count` points of least rank on each side."""
         ways = (side.near(embedded, count) for side in (self._aims, self._own))
-        return self._towards(*ways)
+        return self._between(*ways)
 
-    def _towards(self, aims: Tensor, own: Tensor) -> Tensor:
-        return aims * self._has_aim - own
+    def _between(self, to_aims: Tensor, to_own: Tensor) -> Tensor:
+        return to_aims * self._has_aim - to_own
 
 
 class _Voters:
     """The points that vote for the class of each input (n,).
 
     Inputs of a class are compared with its points alone, in one product for all g classes, in which
-    the smaller ones are filled up. All pairs are compared instead if there are fewer of them, or if
-    the points would take more than twice the memory of the bank."""
+    the smaller ones are filled up: m inputs and N points for each. Input i is in place `cell[i]` of
+    these g m places, and place c holds input `of_cell[c]`. All pairs are compared instead if there
+    are fewer of them, or if the points would take more than twice the memory of the bank."""
 
     def __init__(self, bank: Neighborhood, classes: Tensor) -> None:
         self.bank, rows = bank, torch.arange(len(classes), device=classes.device)
-        self.is_there = (bank.class_sizes[1][classes] > 0)[:, None]
+        self.has_points = (bank.class_sizes[1][classes] > 0)[:, None]
         present, group, counts = classes.unique(return_inverse=True, return_counts=True)
         largest = max(bank.class_sizes[0][label] for label in present.tolist())
         most = -(-largest // ALIGNED) * ALIGNED
@@ -72,17 +73,18 @@ class _Voters:
 
     def soft(self, embedded: Tensor, width: Tensor) -> Tensor:
         scores = self._ranks(embedded) / -self._by_class(width)
-        return self._way(embedded, scores.softmax(2) @ self.sites)
+        return self._way(embedded, self._by_input(scores.softmax(2) @ self.sites))
 
     def near(self, embedded: Tensor, count: int) -> Tensor:
         ranks = self._ranks(embedded)
         first = ranks.topk(min(count, ranks.shape[2]), largest=False)
-        groups = torch.arange(len(ranks), device=ranks.device)[:, None, None]
-        points, voting = self.sites[groups, first.indices], first.values[..., None].isfinite()
-        return self._way(embedded, (points * voting).sum(2) / voting.sum(2))
+        chosen, group = self._by_input(first.indices), self.cell // self.shape[1]
+        voting = self._by_input(first.values)[..., None].isfinite()
+        points = self.sites[group[:, None], chosen].masked_fill(~voting, 0.0)
+        return self._way(embedded, points.sum(1) / voting.sum(1))
 
     def _ranks(self, embedded: Tensor) -> Tensor:
-        """Return the ranks (g,m,N) up to a number for a row, infinite for other classes."""
+        """Return the ranks (g,m,N) up to a number for a row, infinite where a point has no vote."""
         inputs = self._by_class(embedded)
         ranks: Tensor = torch.baddbmm(self.offsets, inputs, self.sites.mT, alpha=-2)
         return ranks
@@ -91,10 +93,13 @@ class _Voters:
         grouped: Tensor = rows.index_select(0, self.of_cell).unflatten(0, self.shape)
         return grouped
 
+    def _by_input(self, cells: Tensor) -> Tensor:
+        """Return the rows (n,*) of results (g,m,*) that belong to the inputs."""
+        return cells.flatten(0, 1).index_select(0, self.cell)
+
     def _way(self, embedded: Tensor, means: Tensor) -> Tensor:
-        """Return the ways (n,d) to means (g,m,d): half of the negative gradient of their ranks.
+        """Return the ways (n,d) to means (n,d): half of the negative gradient of their ranks.
 
         For tangents, whose ranks are linear, these are the means themselves."""
-        means = means.flatten(0, 1).index_select(0, self.cell)
         ways = means if self.bank.by_tangents else means - embedded
-        return torch.where(self.is_there, ways, 0.0)
+        return torch.where(self.has_points, ways, 0.0)

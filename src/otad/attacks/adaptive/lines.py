@@ -228,9 +228,10 @@ class Region(BankAttack):
 class Pull(BankAttack):
     """Steps towards the mean of near wrong bank points and away from the mean of right ones.
 
-    The wrong points are those for one class at a time. Both means are searched again after each
-    step. From the last input APGD continues with the model's own gradient, for every class and
-    size: the best start of an ascent is often not the input that came closest to a wrong answer.
+    In classification the wrong points vote for one class, which is chosen at the example and kept.
+    The points are searched again after each step; of a class with fewer points, all are taken. From
+    the last input APGD continues with the model's own gradient, for every class and size: the best
+    start of an ascent is often not the input that came closest to a wrong answer.
 
     Parameters
     ----------
@@ -268,34 +269,41 @@ class Pull(BankAttack):
         objective = climber.objective(target, survivors.x, ball)
         climbs = self.polish > 0 and isinstance(target.model, OTAD)
         for block in blocks_of(survivors):
+            first, classes = block.rows[0], _wrong_classes(block)
             for place, size in itertools.product(block.aims(self.classes), self.sizes):
                 block = block.remaining()
                 if not len(block.rows):
                     break
                 here = block.x
                 length = here.new_full((len(here),), STRIDE * ball.eps)
-                way = repeated(_way_of(block, place, size), here)
+                aims = None if classes is None else classes[block.rows - first, place]
+                way = repeated(_way_of(block, aims, place, size), here, self.steps)
                 for _ in range(self.steps):
                     here = ascended(block.x, here, length, way(here), ball=ball)
                     block.offer(here)
+                del way  # which has copies of bank points, before the next one is made
                 rows = survivors.among(block.rows)
                 if climbs and len(rows):
                     start = here[torch.isin(block.rows, rows)]
                     climber.climb(survivors, objective, start, rows)
 
 
-def _way_of(block: Block, place: int, size: int) -> Callable[[Tensor], Tensor]:
+def _wrong_classes(block: Block) -> Tensor | None:
+    """Return the wrong classes (n,C-1), the nearest ones first; None in regression."""
+    bank = block.bank
+    return None if block.is_regression else bank.nearest_classes(bank.ranks_at(block.x), block.y)
+
+
+def _way_of(block: Block, aims: Tensor | None, place: int, size: int) -> Callable[[Tensor], Tensor]:
     """Return the ways of inputs (n,*) towards the mean of `size` near wrong points and away from
-    that of right ones."""
+    that of right ones. In classification the wrong points vote for `aims` (n,)."""
     bank, y = block.bank, block.y
-    if not block.is_regression:
-        aims = bank.nearest_classes(bank.ranks_at(block.x), y)[:, place]
-        between = BetweenClasses(bank, aims, y)
+    between = None if aims is None else BetweenClasses(bank, aims, y)
 
     @torch.no_grad()
     def way(here: Tensor) -> Tensor:
         embedded = bank.embed(here)
-        if block.is_regression:
+        if between is None:
             chosen = _opponents(bank, here, y, size, size, place)
             wrong, right = (bank.sites[some].mean(1) for some in chosen)
             ahead = wrong - right

@@ -208,17 +208,10 @@ class Neighborhood:
 
     def ranks(self, embedded: Tensor) -> Tensor:
         """Return the ranks (B,N), at least 0 and differentiable, up to rounding errors."""
-        ranks = self.ranks_to(embedded, self.sites, self.offsets)
-        return ranks - ranks.detach().amin(1, keepdim=True) if self.by_tangents else ranks
-
-    def ranks_to(self, embedded: Tensor, sites: Tensor, offsets: Tensor) -> Tensor:
-        """Return the ranks (..., B, n) of points with these sites (..., n, d) and offsets (..., n).
-
-        Those of tangents are not at least 0, but less by the same number for a row."""
-        ranks = offsets[..., None, :] - 2 * embedded @ sites.mT
+        ranks = self.offsets - 2 * embedded @ self.sites.T
         if self.by_tangents:
-            return ranks
-        return (embedded.square().sum(-1, keepdim=True) + ranks).clamp_min(0)
+            return ranks - ranks.detach().amin(1, keepdim=True)
+        return (embedded.square().sum(1, keepdim=True) + ranks).clamp_min(0)
 
     def ranks_of(self, embedded: Tensor, indices: Tensor) -> Tensor:
         """Return the ranks (B,n) of points (B,n), up to a number that is the same for a row."""
