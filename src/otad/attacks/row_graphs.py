@@ -110,7 +110,7 @@ class _RowGraph:
         found = function(*inputs, **how)
         self.is_single = isinstance(found, Tensor)
         self.results = [one.clone() for one in ([found] if self.is_single else found)]
-        self._first: dict[int, list[list[Kind]]] = {}  # rows of inputs and results, by their number
+        self._first: dict[int, tuple[list[Kind], list[Kind], list[Tensor]]] = {}  # by count
         (self._replay,) = recorded([self._run], inputs[0].device, pool)
 
     def _run(self) -> None:
@@ -121,12 +121,12 @@ class _RowGraph:
     def __call__(self, given: tuple[Tensor, ...]) -> Any:
         count = len(given[0])
         if count not in self._first:
-            parts = ([one[:count] for one in of] for of in (self.inputs, self.results))
-            self._first[count] = [_kinds_of(part) for part in parts]
-        inputs, results = self._first[count]
+            into, rows = ([one[:count] for one in of] for of in (self.inputs, self.results))
+            self._first[count] = _kinds_of(into), _kinds_of(rows), rows
+        inputs, results, rows = self._first[count]
         _copy(given, inputs)
         self._replay()
-        copies = [torch.empty_like(one[:count]) for one in self.results]
+        copies = [torch.empty_like(one) for one in rows]
         for places, found in results:
             torch._foreach_copy_([copies[place] for place in places], found)
         return copies[0] if self.is_single else tuple(copies)
