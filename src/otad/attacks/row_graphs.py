@@ -110,7 +110,7 @@ class _RowGraph:
         found = function(*inputs, **how)
         self.is_single = isinstance(found, Tensor)
         self.results = [one.clone() for one in ([found] if self.is_single else found)]
-        self._first: dict[int, tuple[list[Kind], list[Kind], list[Tensor]]] = {}  # by count
+        self._first: dict[int, tuple[list[Kind], list[Kind], list[Tensor]]] = {}  # by rows given
         (self._replay,) = recorded([self._run], inputs[0].device, pool)
 
     def _run(self) -> None:
