@@ -51,7 +51,8 @@ def measure_costs(study: Study) -> tuple[tuple[CostRecord, ...], dict[str, str]]
     def measure(device: str, bank: int, report: Counter) -> CostRecord:
         rows = order[:bank].sort().values
         model = defend(net.net, data.train_x[rows], data.train_y[rows])
-        return probe(model, data, spec, device)
+        with tempfile.TemporaryDirectory(prefix="otad-probe-") as folder:
+            return probe(Path(folder), model, data, spec, device)
 
     records, missing = [], {}
     for device in spec.devices:
@@ -72,43 +73,47 @@ def measure_speeds(study: Study) -> tuple[CostRecord, ...]:
     if spec is None:
         return ()
 
-    def measure(key: str, place: str | None, report: Counter) -> CostRecord:
+    def measure(key: str, place: str | None, folder: Path, report: Counter) -> CostRecord:
         row, model = study.experiment.rows[key], study.model(key)
         flags = ["warm"] + ["disk"] * (place == "disk") + ["steps"] * spec.steps
         if not isinstance(model, OTAD):
             base, flags = study.bank(row.net), ["warm", "net"]  # without use of its bank
             model = base.replace(bank=base.bank.select(torch.arange(16)))
-        record = probe(model, study.data(row), spec, study.device, *flags)
+        record = probe(folder, model, study.data(row), spec, study.device, *flags)
         return replace(record, place=place, bank=record.bank if place else 0)
 
     for key in spec.rows:
         is_net = study.experiment.rows[key].method == "net"
-        for place in (None,) if is_net else spec.places:
-            label = f"speed of {key}" + ("" if place is None else f", bank in {place}")
-            asked = [spec.queries, spec.batch_size, spec.threads, spec.steps, place]
-            identity = [VERSION, study.identity(key), asked]
-            record = study.part(label, CostRecord, identity, partial(measure, key, place))
-            found.append(replace(record, row=key))  # which may have been renamed since
+        with tempfile.TemporaryDirectory(prefix="otad-probe-") as folder:
+            for place in (None,) if is_net else spec.places:
+                label = f"speed of {key}" + ("" if place is None else f", bank in {place}")
+                asked = [spec.queries, spec.batch_size, spec.threads, spec.steps, place]
+                identity = [VERSION, study.identity(key), asked]
+                how = partial(measure, key, place, Path(folder))
+                record = study.part(label, CostRecord, identity, how)
+                found.append(replace(record, row=key))  # which may have been renamed since
     return tuple(found)
 
 
 def probe(
-    model: OTAD, data: Dataset, spec: CostSpec | SpeedSpec, device: str, *flags: str
+    folder: Path, model: OTAD, data: Dataset, spec: CostSpec | SpeedSpec, device: str, *flags: str
 ) -> CostRecord:
-    """Measure a model in a fresh process, on the first test points; `flags` of `measure`."""
+    """Measure a model in a fresh process, on the first test points; `flags` of `measure`.
+
+    The model is saved to the folder, or was by an earlier call."""
     x, y = data.test_x[: spec.queries].clone(), data.test_y[: spec.queries].clone()
-    with tempfile.TemporaryDirectory(prefix="otad-probe-") as folder:
-        place, queries = f"{folder}/model", f"{folder}/queries.safetensors"
+    place, queries = folder / "model", folder / "queries.safetensors"
+    if not queries.exists():
         model.save(place)
         save_file({"x": x, "y": y}, queries)
-        arguments = [place, queries, device, spec.threads, spec.batch_size, *flags]
-        command = [sys.executable, "-m", "otad.experiments.probe", json.dumps(arguments)]
-        libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        environment = os.environ | dict.fromkeys(libraries, str(spec.threads))
-        source = str(Path(__file__).parents[2])  # the very package that runs here
-        paths = source, os.environ.get("PYTHONPATH") or source
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    arguments = [str(place), str(queries), device, spec.threads, spec.batch_size, *flags]
+    command = [sys.executable, "-m", "otad.experiments.probe", json.dumps(arguments)]
+    libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    environment = os.environ | dict.fromkeys(libraries, str(spec.threads))
+    source = str(Path(__file__).parents[2])  # the very package that runs here
+    paths = source, os.environ.get("PYTHONPATH") or source
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode != 0:
         raise OtadError(f"the process that measures the cost failed:\n{done.stderr.strip()}")
     bank = len(model.bank_inputs)
