@@ -30,7 +30,6 @@ from timing import limited_threads, measure, timed
 from otad.checks import assuming
 from otad.cip import BankProblem, CipSolution, ExactCip
 from otad.cip.local.solve_torch import DualSolution, solve_torch
-from otad.model.captured import MOST_ROWS
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ def _bank_cases(
         yield asdict(case) | {
             "seconds": statistics.median(seconds),
             "repeat_seconds": seconds,
-            "captured_seconds": _captured_seconds(answer, case.batch, repeats, device),
+            "captured_seconds": _captured_seconds(answer, repeats, device),
             **_multiplier_seconds(bank, repeats, device),
             "bandwidth": bandwidth,
             "gathered_bytes": gathered,
@@ -209,12 +208,13 @@ def _bank_cases(
 
 
 def _captured_seconds(
-    answer: Callable[[], CipSolution], batch: int, repeats: int, device: torch.device
+    answer: Callable[[], CipSolution], repeats: int, device: torch.device
 ) -> float | None:
-    """Return the time of the same work as one CUDA graph, as `otad.predict` answers small batches.
+    """Return the time of the same work as one CUDA graph, as `otad.predict` answers batches of up
+    to 1,024 rows.
 
     It includes the one number that says whether everything assumed on the way holds."""
-    if device.type != "cuda" or batch > MOST_ROWS:
+    if device.type != "cuda":
         return None
     answer()  # compiles kernels
     graph = torch.cuda.CUDAGraph()
@@ -260,7 +260,7 @@ time     The median time per query. Our solver finds the potentials (eq. 2) as
 own      The time that the solver reports, without the modeling around it.
 timed    The number of different queries that were timed.
 vs f32   How many times faster our solver is in float32; vs f64: in float64.
-graph    A small batch as one CUDA graph, as `otad.predict` answers it.
+graph    The same as one CUDA graph, as `otad.predict` answers up to 1,024 rows.
 differs  The largest deviation from our float64, relative to our largest entry."""
 
 
