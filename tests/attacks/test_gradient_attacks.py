@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from otad.attacks import AutoAttackSuite
+from otad.attacks.apgd import Apgd
 from otad.attacks.base import Attack
 from otad.attacks.objectives import LOSSES, cross_entropy, dlr, loss_for
-from otad.attacks.pgd import Apgd, Bpda, MetricAttack, Pgd
+from otad.attacks.pgd import Bpda, MetricAttack, Pgd
 from otad.attacks.random_search import RandomNoise
 from otad.attacks.target import margin
 from otad.attacks.transfer import Transfer

@@ -12,8 +12,9 @@ from attacks.linear_models import Function, Recorder, random_net, run
 from attacks.test_base import Scripted
 from torch import Tensor, nn
 
+from otad.attacks.apgd import Apgd, checkpoints
 from otad.attacks.objectives import cross_entropy, loss_for, substitute_gradient
-from otad.attacks.pgd import Apgd, Bpda, MetricAttack, Pgd, checkpoints
+from otad.attacks.pgd import Bpda, MetricAttack, Pgd
 from otad.attacks.random_search import RandomNoise
 from otad.attacks.target import Target
 from otad.attacks.transfer import Transfer

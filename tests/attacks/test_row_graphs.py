@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from otad.attacks import L2, Attack, Linf, LpBall, RandomNoise, RandomSearch, Square, base
 from otad.attacks import row_graphs as module
 from otad.attacks.adaptive import Keys, Pull, Region, SoftKnn
-from otad.attacks.pgd import Apgd, Bpda, Pgd
+from otad.attacks.apgd import Apgd
+from otad.attacks.pgd import Bpda, Pgd
 from otad.attacks.row_graphs import (
     RowGraphs,
     graphs_for,

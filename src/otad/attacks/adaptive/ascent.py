@@ -15,10 +15,10 @@ from torch import Tensor
 
 from otad.attacks.adaptive.class_means import BetweenClasses
 from otad.attacks.adaptive.neighborhood import BankAttack, Block, Neighborhood, blocks_of
+from otad.attacks.apgd import Apgd
 from otad.attacks.base import option, register_attack
 from otad.attacks.needs import Needs
 from otad.attacks.objectives import Objective, asking, loss_for
-from otad.attacks.pgd import Apgd
 from otad.attacks.projection import ascended
 from otad.attacks.row_graphs import repeated
 from otad.attacks.stand_in import Map, climbable

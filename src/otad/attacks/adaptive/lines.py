@@ -18,9 +18,9 @@ from torch import Tensor
 
 from otad.attacks.adaptive.class_means import BetweenClasses
 from otad.attacks.adaptive.neighborhood import BankAttack, Block, Neighborhood, blocks_of, lowest
+from otad.attacks.apgd import Apgd
 from otad.attacks.base import Attack, option, register_attack
 from otad.attacks.needs import Needs
-from otad.attacks.pgd import Apgd
 from otad.attacks.projection import ascended, projected
 from otad.attacks.row_graphs import repeated, row_wise
 from otad.attacks.target import Survivors, Target

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from otad.attacks.apgd import Apgd
 from otad.attacks.base import Attack, option
 from otad.attacks.needs import Knowledge
-from otad.attacks.pgd import Apgd
 from otad.attacks.stand_in import Map
 from otad.attacks.target import Survivors, Target
 from otad.baselines import Knn, Purified
