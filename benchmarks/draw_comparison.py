@@ -81,7 +81,10 @@ PANELS = (
                 "OTAD, robust keys": ("cifar10_keys/softmax",),
                 "OTAD, orthogonal network": ("cifar10_orthogonal/global map, unread 0.1",),
             },
-            BASELINE: {"PGD + AWP + CutMix, ResNet-18": ("cifar10_keys/classifier",)},
+            BASELINE: {
+                "PGD + AWP + CutMix, ResNet-18": ("cifar10_keys/classifier",),
+                "PGD + AWP + CutMix, WRN-28-8": ("cifar10_wrn/classifier",),
+            },
         },
         (
             "cifar10_at", "cifar10_at_l2", "cifar10_at_linf", "cifar10_at_vit_l2",
