@@ -159,6 +159,17 @@ def test_cells_are_prepared_as_for_the_training() -> None:
     terminal.succeed("predict", "model", "cells.h5ad", "--out", "all.csv", "--batch-size", 11)
     predicted = np.array(column("all.csv", "prediction"))
     assert (predicted == names).mean() > 0.9
+    own, nearest = column("all.csv", "row"), column("all.csv", "nearest")
+    assert own == [f"cell {k}" for k in range(60)]
+    assert sum(map(str.__eq__, own, nearest)) >= 40  # training cells, except for equal ones
+    terminal.succeed("predict", "model", "test", "--out", "test.csv")
+    assert set(column("test.csv", "row")) == {*own} - {*otad.load("model").notes["train_names"]}
+    assert terminal.json("explain", "model", "cells.h5ad", "--row", "cell 7")["name"] == "cell 7"
+    repeated = cells.copy()
+    repeated.obs_names = ["cell 7"] * 60
+    repeated.write_h5ad("repeated.h5ad")
+    message = terminal.refuse("explain", "model", "repeated.h5ad", "--row", "cell 7")
+    assert "'cell 7', the name of 60 rows" in message
     cells[:, ["c", "a", "b"]].copy().write_h5ad("turned.h5ad")
     terminal.succeed("predict", "model", "turned.h5ad", "--out", "turned.csv")
     assert Path("turned.csv").read_text() == Path("all.csv").read_text()
@@ -169,7 +180,7 @@ def test_cells_are_prepared_as_for_the_training() -> None:
     model = otad.load("model")
     assert open_examples(model, "cells.h5ad").targets.tolist() == kinds.tolist()
     found = open_examples(model, "cells.h5ad", targets="again", rows=7)
-    reverse = kinds[::-1][[int(name) for name in found.names]]
+    reverse = kinds[::-1][[int(name.removeprefix("cell ")) for name in found.names]]
     assert found.targets.tolist() == reverse.tolist()
     del cells.obs["kind"]
     cells.write_h5ad("unknown.h5ad")

@@ -160,7 +160,7 @@ STARTS = {
         ("evaluate", "--headline 2", "headline: .*0.5,1, got 2"),
         ("evaluate", "--suite huge", "suite: .*quick, standard, full, got 'huge'"),
         ("evaluate", "--attack magic", "magic"),
-        ("explain", "--row 40", "row: expected 0 to 39, got 40"),
+        ("explain", "--row 40", "row: expected .* such as '0'; .* got '40', the name of 0 rows"),
         ("explain", "--out why.bmp", r"out: .*\.png, \.svg.*why.bmp"),
         ("explain values", "--out why.png", "only images can be drawn, got why.png"),
         ("imitate", "--alpha 2", "alpha: .*0 to 1, got 2"),

@@ -257,8 +257,8 @@ def test_files_of_images_are_named() -> None:
             write_image(Path("photos", label, f"{number}.png"), image)
     terminal.succeed("train", "photos", "--size", 8, *QUICK, "--out", "net")
     terminal.succeed("defend", "net", "--out", "model", "--neighbors", 3, "--per-class", 4)
-    record = terminal.json("explain", "model", "photos", "--row", 2)
     names = [path.relative_to("photos").as_posix() for path in sorted(Path("photos").glob("*/*"))]
+    record = terminal.json("explain", "model", "photos", "--row", names[2])
     assert record["name"] == names[2]
     model = otad.load("model")
     noted = model.notes["train_names"]
@@ -283,14 +283,32 @@ def test_rows_of_a_table_are_named_by_their_lines(workshop: Path, body_model: ot
     noted = body_model.notes["train_names"]
     x = torch.tensor([[float(rows[name][it]) for it in BODY] for name in noted])
     torch.testing.assert_close(body_model.bank_inputs, body_model.backbone.embed(x))
-    record = terminal.json("explain", workshop / "body-model", "test", "--row", 3)
     terminal.succeed("predict", workshop / "body-model", "test", "--out", "p.csv")
     tested = column("p.csv", "row")
     assert {*tested, *noted} == {*rows}
+    record = terminal.json("explain", workshop / "body-model", "test", "--row", tested[3])
     assert record["name"] == tested[3]
     for it in record["neighbors"]:
         assert it["name"] == noted[it["index"]]
     assert column("p.csv", "nearest")[3] == record["neighbors"][0]["name"]
+
+
+def test_a_row_of_a_file_has_the_name_that_it_has_as_a_training_point(
+    workshop: Path, body_model: otad.OTAD
+) -> None:
+    model, noted = workshop / "body-model", set(body_model.notes["train_names"])
+    terminal.succeed("predict", model, workshop / "body.csv", "--out", "p.csv")
+    found = read_csv("p.csv")
+    assert [line["row"] for line in found] == [f"line {k}" for k in range(2, 122)]
+    own = [line["nearest"] == line["row"] for line in found]
+    assert own == [line["row"] in noted for line in found]
+    record = terminal.json("explain", model, workshop / "body.csv", "--row", "line 7")
+    assert record["name"] == "line 7"
+    some = ("--eps", "0.1", "--rows", 5, "--out", "c.csv")
+    terminal.succeed("certify", model, workshop / "body.csv", *some)
+    assert set(column("c.csv", "row")) < set(column("p.csv", "row"))
+    message = terminal.refuse("explain", model, workshop / "body.csv", "--row", "7")
+    assert "such as 'line 2'; `otad predict` lists them, got '7', the name of 0 rows" in message
 
 
 def test_inputs_of_another_shape_are_refused_before_anything_is_printed(workshop: Path) -> None:

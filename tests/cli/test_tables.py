@@ -58,7 +58,7 @@ def test_new_tables_are_encoded_as_in_training(shop: Path) -> None:
         writer.writeheader()
         writer.writerows(some)
     terminal.succeed("predict", shop / "model", "few.csv", "--out", "few-out.csv")
-    expected = [answers[str(rows.index(row))] for row in some]
+    expected = [answers[f"line {rows.index(row) + 2}"] for row in some]
     assert [row["prediction"] for row in read_csv("few-out.csv")] == expected
     explained = terminal.json("explain", shop / "model", "few.csv", "--out", "why.json")
     assert explained["neighbors"]

@@ -123,6 +123,7 @@ def test_h5ad_files_are_read_split_and_prepared_from_train_cells(h5ad: Path) -> 
     read = read_h5ad(h5ad, "cell_type")
     np.testing.assert_array_equal(read.values.toarray(), COUNTS)
     assert read.genes == GENES
+    assert read.names == tuple(f"c{k}" for k in range(40))
     dataset = load("merfish-mousepoa", h5ad.parent.parent, genes=4)
     assert dataset.classes == ("Ambiguous", "glia", "neuron")
     assert torch.bincount(dataset.test_y).tolist() == [2, 4, 2]
@@ -134,6 +135,11 @@ def test_h5ad_files_are_read_split_and_prepared_from_train_cells(h5ad: Path) -> 
     assert dataset.classes == ("glia", "neuron")
     assert len(dataset.train_x) + len(dataset.test_x) == 30
     assert load_h5ad(h5ad, "cell_type", drop="Ambiguous").fingerprint() == dataset.fingerprint()
+    named = {*dataset.train_names, *dataset.test_names}
+    assert named == {name for k, name in enumerate(read.names) if k % 4 != 2}
+    for x, names in ((dataset.train_x, dataset.train_names), (dataset.test_x, dataset.test_names)):
+        again = dataset.preparation(read.rows([int(name[1:]) for name in names]))
+        torch.testing.assert_close(again, x)
 
 
 def test_an_offset_costs_nothing() -> None:
@@ -166,6 +172,8 @@ def test_no_cells_and_other_labels_are_refused() -> None:
         table(COUNTS[:0])
     with pytest.raises(InputError, match=r"labels: expected 40, .* got 1"):
         CellTable(sparse.csr_matrix(COUNTS), GENES, ("glia",))
+    with pytest.raises(InputError, match=r"names: expected 40, .* got 1"):
+        CellTable(sparse.csr_matrix(COUNTS), GENES, names=("c0",))
 
 
 @pytest.mark.parametrize("how", ["link", "storage", "virtual"])

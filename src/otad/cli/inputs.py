@@ -34,8 +34,8 @@ ROUNDING = 0.01  # how far a bank in half precision may leave the range of its i
 
 @dataclass(frozen=True, eq=False)
 class InputRows:
-    """Inputs of a model, read a few at a time. `names` has the number, line or file of each row.
-    `read(rows)` returns inputs (B,*input_shape). `targets(name)` returns targets (N,) from the
+    """Inputs of a model, read a few at a time. `names` has the line, file, cell or number of each
+    row. `read(rows)` returns inputs (B,*input_shape). `targets(name)` returns targets (N,) from the
     column or array of that name, by default the one trained on; None if it is missing."""
 
     names: tuple[str, ...]
@@ -52,8 +52,14 @@ class InputRows:
 
     def row(self, number: int) -> Tensor:
         """Return one input (1,*input_shape)."""
-        require(0 <= number < len(self), "row", f"0 to {len(self) - 1}", number)
         return self.read(slice(number, number + 1))
+
+    def number_of(self, name: str) -> int:
+        """Return the number of the row of this name."""
+        found = [number for number, known in enumerate(self.names) if known == name]
+        known = f"the name of one row, such as {self.names[0]!r}; `otad predict` lists them"
+        require(len(found) == 1, "row", known, f"{name!r}, the name of {len(found)} rows")
+        return found[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,8 +173,10 @@ def _table(model: Described, path: Path) -> InputRows:
         return _targets_in_table(model, table, str(column)) if known else None
 
     if encoding is not None:
-        return _from_tensor(model, encoding.encode(table.cells(names), table.where), targets)
-    return _from_tensor(model, table.numbers(names), targets)
+        x = encoding.encode(table.cells(names), table.where)
+    else:
+        x = table.numbers(names)
+    return _from_tensor(model, x, targets, table.names)
 
 
 def _arrays(model: Described, path: Path) -> InputRows:
@@ -199,8 +207,7 @@ def _cells(model: Described, path: Path) -> InputRows:
         labels = read_h5ad(path, label, may_miss=name is None).labels
         return None if labels is None else _encode(model, labels, path)
 
-    names = tuple(map(str, range(count)))
-    return InputRows(names, lambda rows: prepare(cells.rows(range(count)[rows])), targets)
+    return InputRows(cells.names, lambda rows: prepare(cells.rows(range(count)[rows])), targets)
 
 
 def _images(model: Described, folder: Path) -> InputRows:

@@ -53,11 +53,12 @@ def predict(
     """Predict every row of an input, and list the training point behind each prediction.
 
     A CSV file may have more columns than the model was trained on, in any order. The
-    output has the columns row (its number, line or file), prediction (empty where the
-    model abstains), probability (empty in regression), nearest (the line or file of the
-    nearest training point, or its row in the bank), distance (to this point),
-    smoothness (the L used) and status (solved, raised, ...). In global scope, nearest
-    is the training point with the largest weight.
+    output has the columns row (its line in a CSV file, where the header is line 1, its
+    image file, its obs name in an .h5ad, else its number from 0), prediction (empty
+    where the model abstains), probability (empty in regression), nearest (the nearest
+    training point, named in the same way, or its row in the bank), distance (to this
+    point), smoothness (the L used) and status (solved, raised, ...). In global scope,
+    nearest is the training point with the largest weight.
 
     Example: otad predict digits-model test --out predictions.csv
 
@@ -149,7 +150,13 @@ def _lines(
 def explain(
     model_dir: opt.ModelDir,
     input: opt.Input,
-    row: Annotated[int, opt.option("The row to explain, counted from 0.")] = 0,
+    row: Annotated[
+        str | None,
+        opt.option(
+            'The row to explain, as `otad predict` names it: 3, "line 3" or a file.',
+            show_default="the first",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         opt.option("Picture (.png, .svg, .pdf) or JSON file (.json); - is stdout.", dir_okay=False),
@@ -170,6 +177,8 @@ def explain(
     can therefore win. Features are listed from the one that differs most.
 
     Example: otad explain digits-model test --row 3 --out why.png
+
+    Example: otad explain wine-model new-wines.csv --row "line 3"
     """
     kind = ".json" if out in (None, STDOUT) else Path(out or "").suffix.lower()
     ends = f"a name that ends in {', '.join(PICTURES)} or .json"
@@ -179,10 +188,11 @@ def explain(
     drawn = kind == ".json" or len(model.backbone.input_shape) > 1
     require(drawn, "out", "a .json file, as only images can be drawn", out)
     rows = open_inputs(model, input, data_dir)
-    x = rows.row(row).to(device)
+    number = 0 if row is None else rows.number_of(row)
+    x = rows.row(number).to(device)
     known: dict[str, Any] = {}
-    if rows.names[row] != str(row):  # the name of a file
-        known["names"] = [rows.names[row]]
+    if rows.names[number] != str(number):  # a line, a file or a cell
+        known["names"] = [rows.names[number]]
     known["train_x"] = None if out is None else training_inputs(model, data_dir, input)
     drawn = kind == ".json" or knows_inputs(model, known["train_x"])
     require(drawn, "out", "a .json file, as the model does not have its training images", out)

@@ -43,6 +43,8 @@ class CellTable:
         The G names of the genes.
     labels : tuple of str, optional
         One label for each cell.
+    names : tuple of str
+        The name of each cell, such as its bar code; by default its number from 0.
 
     Examples
     --------
@@ -57,6 +59,7 @@ class CellTable:
     values: sparse.csr_matrix
     genes: tuple[str, ...]
     labels: tuple[str, ...] | None = None
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         cells, count = self.values.shape
@@ -64,13 +67,16 @@ class CellTable:
         require(count == len(self.genes), "genes", f"{count} names", len(self.genes))
         named = cells if self.labels is None else len(self.labels)
         require(named == cells, "labels", f"{cells}, one for each cell", named)
+        object.__setattr__(self, "names", self.names or tuple(map(str, range(cells))))
+        require(len(self.names) == cells, "names", f"{cells}, one for each cell", len(self.names))
         refuse_repeats(self.genes, "genes")
         require(np.isfinite(self.values.data).all(), "cells", "finite values", "NaN or infinity")
 
     def rows(self, indices: Sequence[int]) -> CellTable:
         """Return the table of these rows only."""
         labels = None if self.labels is None else tuple(self.labels[i] for i in indices)
-        return CellTable(self.values[list(indices)], self.genes, labels)
+        names = tuple(self.names[i] for i in indices)
+        return CellTable(self.values[list(indices)], self.genes, labels, names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +208,7 @@ def _log_normalize(values: sparse.csr_matrix, target_sum: float | None) -> spars
 
 
 def read_h5ad(path: Path, label: str | None = None, *, may_miss: bool = False) -> CellTable:
-    """Read the matrix X, the names of the genes and, if asked for, a column of labels.
+    """Read the matrix X, the names of cells and genes and, if asked for, a column of labels.
 
     It needs the extra `singlecell`.
 
@@ -255,7 +261,8 @@ def read_h5ad(path: Path, label: str | None = None, *, may_miss: bool = False) -
         unknown = cells[label].isna().any()
         require(not unknown, str(path), f"a value of {label!r} for every cell", "missing ones")
         labels = tuple(str(value) for value in cells[label])
-    return CellTable(values, tuple(str(gene) for gene in content.var_names), labels)
+    genes, names = (tuple(map(str, index)) for index in (content.var_names, content.obs_names))
+    return CellTable(values, genes, labels, names)
 
 
 def _check_contents(path: Path) -> None:
@@ -291,7 +298,8 @@ def load_h5ad(
 ) -> Dataset:
     """Make a data set of an AnnData file whose cells are labeled in a column of `obs`.
 
-    It needs the extra `singlecell`. The values are prepared as `CellPreparation` describes.
+    It needs the extra `singlecell`. The values are prepared as `CellPreparation` describes, and
+    rows have the names of the cells, `obs_names`.
 
     Parameters
     ----------
@@ -337,4 +345,5 @@ def load_h5ad(
     prepare = CellPreparation.fit(train, genes=genes, normalize=normalize)
     parts = prepare(train), y[kept], prepare(test), y[held]
     about: dict[str, Any] = {"feature_names": prepare.genes, "preparation": prepare}
+    about |= {"train_names": train.names, "test_names": test.names}
     return Dataset(name or path.stem, *parts, "classification", source, classes, **about)

@@ -73,6 +73,11 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     lines: tuple[int, ...]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each row: its line in the file, such as "line 2" for the first one."""
+        return tuple(f"line {line}" for line in self.lines)
+
     def texts(self, column: str) -> list[str]:
         """Return the cells of one column; a missing cell, as in `cells`, is refused."""
         position = self._position(column)
@@ -232,7 +237,7 @@ def load_csv(
     about["feature_names"] = encoding.feature_names
     about["preparation"] = None if encoding.is_plain else encoding
     x, y = in_working_dtype(encoding.encode(table.cells(encoding.names), table.where), y)
-    about["names"] = [f"line {line}" for line in table.lines]
+    about["names"] = table.names
     return split_rows(x, y, test_fraction, seed, classes=classes, **about)
 
 
