@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli.small import column, terminal
+from cli.small import BODY, column, read_csv, terminal, write_rows
 
 import otad
 from otad.certify import certify, certify_values
@@ -60,6 +60,31 @@ def test_rows_without_targets_are_certified_too(workshop: Path) -> None:
     shown = terminal.text("certify", workshop / "digits-model", "new.npz")
     assert "median" in shown
     assert "certified at" not in shown
+
+
+def test_targets_that_are_not_known_are_left_out_unless_they_are_asked_for(workshop: Path) -> None:
+    body = read_csv(workshop / "body.csv")[:4]
+    write_rows("known.csv", body, [*BODY, "progression"])
+    body[2]["progression"] = ""
+    write_rows("gap.csv", body, [*BODY, "progression"])
+    with np.load(workshop / "digits.npz") as archive:
+        np.savez("known.npz", x=archive["x"][:4], y=archive["y"][:4])
+        np.savez("gap.npz", x=archive["x"][:4], y=["0", "1", "eleven", "3"])
+    for model, kind, named, reason in (
+        ("body-model", "csv", "progression", "gap.csv line 4, column 'progression'"),
+        ("digits-model", "npz", "y", "got 'eleven' in row 2"),
+    ):
+        answers = []
+        for file in ("known", "gap"):
+            command = ("certify", workshop / model, f"{file}.{kind}", "--eps", 0.1)
+            said = terminal.succeed(*command, *TO_FILE, "--force")
+            answers.append(Path("rows.csv").read_text())
+            left_out = f"targets are left out, because they are not known: {file}" in said.stderr
+            assert left_out == (reason in said.stderr) == (file == "gap")
+            assert ("certified at" in said.stdout or "certified mse" in said.stdout) != left_out
+        assert answers[0] == answers[1]
+        assert reason in terminal.refuse(*command, "--targets", named)
+        assert reason in terminal.refuse("attack", *command[1:])
 
 
 def test_a_regression_gets_intervals(workshop: Path, body_model: otad.OTAD) -> None:

@@ -77,6 +77,25 @@ def test_every_kind_of_data_gives_the_same(fitted: Any) -> None:
     refuses(converted, module, frame, match="x: .*acid, heat, salt, got other, other, other")
 
 
+def test_what_needs_no_targets_does_not_read_those_of_a_loader(
+    fitted: tuple[Any, Any, np.ndarray],
+) -> None:
+    estimator, frame, _ = fitted
+    x = torch.tensor(frame.to_numpy()[:6]).float()
+    unknown = DataLoader(TensorDataset(x, torch.full((6,), torch.nan)), batch_size=4)
+    refuses(converted, estimator, unknown, match="y")
+    assert torch.equal(otad.predict(estimator, unknown), otad.predict(estimator, x))
+    assert len(otad.explain(estimator, unknown)) == 6
+    moved = DataLoader(TensorDataset(x + 1, torch.full((6,), torch.nan)), batch_size=4)
+    assert otad.distance_threshold(estimator, moved, quantile=0.5) > 0
+    if isinstance(estimator, OTADClassifier):
+        found = otad.certify(estimator, unknown).radius
+        assert torch.equal(found, otad.certify(estimator, x).radius)
+    else:
+        found = otad.certify_values(estimator, unknown, 0.1).low
+        assert torch.equal(found, otad.certify_values(estimator, x, 0.1).low)
+
+
 def test_a_network_is_defended_with_every_kind_of_data() -> None:
     x, y = points(), torch.arange(len(points())) % 3
     kinds: list[tuple[Any, ...]] = [

@@ -25,7 +25,7 @@ from otad.model.conversion import (
     Converted,
     Estimator,
     classes_of,
-    converted,
+    converted_inputs,
     like_inputs,
 )
 from otad.model.otad import OTAD
@@ -139,7 +139,7 @@ def certify(
     >>> bool((certificate.radius >= 0).all())
     True
     """
-    given, classes = converted(model, x), classes_of(model)
+    given, classes = converted_inputs(model, x), classes_of(model)
     if isinstance(given.module, Backbone):
         stated = {"embedding_lipschitz": embedding_lipschitz, "metric_lipschitz": metric_lipschitz}
         for name, value in stated.items():
@@ -228,7 +228,7 @@ def certify_values(
     Interval(3 inputs, eps 0.1, width median ...)
     """
     require(0 <= eps < math.inf, "eps", "a finite number of at least 0", eps)
-    model, x, unit = _converted(converted(model, x), unit)
+    model, x, unit = _converted(converted_inputs(model, x), unit)
     rules = _rules(model, "regression", unit, embedding_lipschitz, metric_lipschitz)
     inputs, rows = model.backbone.check_inputs(x), _rows_at_once(rules, batch_size)
     with progress_bar("certifying", progress) as report:

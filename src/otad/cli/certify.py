@@ -58,8 +58,8 @@ def certify(
 ) -> None:
     """Prove how far each input can change in l2 without changing its prediction.
 
-    A classifier gets a certified radius for each row and, if the targets are known,
-    the certified accuracy at each eps. A regressor gets an interval that contains all
+    A classifier gets a certified radius for each row and, if the targets of all rows are
+    known, the certified accuracy at each eps. A regressor gets an interval that contains all
     predictions within each eps. The scope of the model decides which rule applies. If
     the model searches neighbors with a metric, the Lipschitz constant of the metric
     must be known. With --jobs or --cluster, a smaller --batch-size gives every process
@@ -71,7 +71,8 @@ def certify(
     radii = sorted(opt.read_radii(eps))
     model = open_model(model_dir, device, data_dir, out, input, targets, scale)
     check_out(out, force, as_json)
-    examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
+    reading: dict[str, Any] = {"targets": targets, "data_dir": data_dir, "rows": rows, "seed": seed}
+    examples = open_examples(model, input, **reading, needs_targets=False)
     ball = opt.threat_to(model, "l2", 0.0, unit=unit, scale=scale)
     options["unit"] = ball.scale
     if model.backbone.task == "regression":

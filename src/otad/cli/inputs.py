@@ -90,8 +90,10 @@ def open_examples(
     data_dir: Path | None = None,
     rows: int | None = None,
     seed: int = 0,
+    needs_targets: bool = True,
 ) -> Examples:
-    """Return the rows of `source` on the device of the model, with targets if there are any."""
+    """Return the rows of `source` on the device of the model, with targets if there are any. If
+    none are named or needed, those that the model does not know are left out with a remark."""
     own = source != "test" or targets is None
     require(own, "targets", "none, because the test part has its own", targets)
     inputs = open_inputs(model, source, data_dir)
@@ -105,7 +107,13 @@ def open_examples(
     elif targets is not None and suffix == ".npz":
         y = _targets_in_archive(model, Path(targets), "y")
     else:
-        y = inputs.targets(targets)
+        try:
+            y = inputs.targets(targets)
+        except InputError as error:
+            if needs_targets or targets is not None:
+                raise
+            remark(f"note: targets are left out, because they are not known: {error}")
+            y = None
     count = len(inputs)
     found = count if y is None else len(y)
     require(found == count, "targets", f"{count}, one for each row", found)

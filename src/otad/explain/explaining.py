@@ -18,7 +18,7 @@ from otad.explain.contributions import lead, outputs_alone
 from otad.explain.explanation import Explanation
 from otad.explain.neighbor import Label, Neighbor, finite
 from otad.io.mapped_rows import gathered
-from otad.model.conversion import ArrayLike, Estimator, classes_of, converted, like_inputs
+from otad.model.conversion import ArrayLike, Estimator, classes_of, converted_inputs, like_inputs
 from otad.model.otad import OTAD
 from otad.model.training_inputs import check_training_inputs
 from otad.nets import Backbone, only_normalizes
@@ -76,7 +76,7 @@ def explain(
     ...
     """
     classes = classes_of(model) or None if classes is None else classes
-    model, x, _ = converted(model, x)
+    model, x, _ = converted_inputs(model, x)
     if not isinstance(model, OTAD):
         raise InputError(f"model: expected an OTAD model, got {type(model).__name__}")
     if feature_names is None:

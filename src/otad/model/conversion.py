@@ -1,7 +1,7 @@
 """Conversion of estimators, DataFrames, arrays and other data to a module and tensors.
 
-`otad.defend`, `evaluate`, `certify`, `certify_values`, `attack` and `explain` convert their first
-arguments by `converted`."""
+`otad.defend`, `evaluate` and `attack` convert their first arguments by `converted`, and what needs
+no targets, such as `otad.predict`, `certify` and `explain`, by `converted_inputs`."""
 
 from __future__ import annotations
 
@@ -65,6 +65,12 @@ def converted(model: nn.Module | Estimator, x: ArrayLike, y: ArrayLike | None = 
         return Converted(model, _inputs(model, x), targets)
     inputs = model.as_inputs(x)  # raises an error if the estimator is not fitted
     return Converted(vars(model)["module_"], inputs, None if y is None else model.as_targets(y))
+
+
+def converted_inputs(model: nn.Module | Estimator, x: ArrayLike) -> Converted:
+    """Return the module and its inputs like `converted`, without the targets of a DataLoader, which
+    may be none that the model knows."""
+    return converted(model, _all_batches(x)[0] if isinstance(x, DataLoader) else x)
 
 
 def like_inputs(module: nn.Module, values: ArrayLike, name: str) -> Tensor:

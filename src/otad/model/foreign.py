@@ -8,7 +8,7 @@ import torch
 
 from otad.checks import check_count, require
 from otad.errors import InputError
-from otad.model.conversion import ArrayLike, Estimator, converted
+from otad.model.conversion import ArrayLike, Estimator, converted_inputs
 from otad.model.otad import OTAD
 
 
@@ -57,7 +57,7 @@ def distance_threshold(
     >>> model(torch.full((1, 3), 9.0)).isnan().all().item()
     True
     """
-    given = converted(model, x)
+    given = converted_inputs(model, x)
     if not isinstance(given.module, OTAD):
         raise InputError(f"model: expected an OTAD model, got {type(given.module).__name__}")
     rank = conformal_rank(len(given.x), quantile)

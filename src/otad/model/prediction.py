@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from otad.checks import check_count, check_evaluation, taking
 from otad.model.captured import captured
-from otad.model.conversion import ArrayLike, Estimator, converted
+from otad.model.conversion import ArrayLike, Estimator, converted_inputs
 from otad.progress import Counter, progress_bar
 from otad.workers import Workers, in_batches
 
@@ -55,7 +55,7 @@ def predict(
     >>> torch.allclose(otad.predict(model, x, batch_size=2), model(x))
     True
     """
-    module, inputs, _ = converted(model, x)
+    module, inputs, _ = converted_inputs(model, x)
     check_evaluation(module, "model")
     rows = check_count(batch_size, "batch_size")
     many = executor is None and len(inputs) >= FEWEST_BATCHES * rows
