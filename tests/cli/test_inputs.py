@@ -173,6 +173,9 @@ def test_cells_are_prepared_as_for_the_training() -> None:
     cells[:, ["c", "a", "b"]].copy().write_h5ad("turned.h5ad")
     terminal.succeed("predict", "model", "turned.h5ad", "--out", "turned.csv")
     assert Path("turned.csv").read_text() == Path("all.csv").read_text()
+    write_cells(Path("logs.h5ad"), np.log1p(counts), kind=names)
+    message = terminal.refuse("predict", "model", "logs.h5ad", "--out", "x.csv")
+    assert "cells: expected counts" in message
     cells[:, ["c", "a"]].copy().write_h5ad("short.h5ad")
     assert "1 of them: b" in terminal.refuse("predict", "model", "short.h5ad", "--out", "x.csv")
     Path("cells.csv").write_text("a,b,c\n1,2,3\n")

@@ -58,6 +58,25 @@ def test_scaled_values_are_clipped_and_normalized_ones_only_scaled() -> None:
     assert float(prepare(table(1e6 * COUNTS)).max()) == 10.0
 
 
+def test_values_that_are_no_counts_are_not_normalized_again_in_silence() -> None:
+    logs = table(np.log1p(COUNTS / 3))
+    message = r"cells: expected counts, .*whole numbers, got 0\.\d+: .*normalize=False \(--no-nor"
+    with pytest.raises(InputError, match=message):
+        CellPreparation.fit(logs)
+    prepare = CellPreparation.fit(table())
+    again = CellPreparation.from_json(json.loads(json.dumps(prepare.to_json())))
+    for prepared in (prepare, again):
+        with pytest.raises(InputError, match=message):
+            prepared(logs)
+    asked = CellPreparation.fit(logs, normalize=True)  # as for counts per volume
+    values = np.log1p(COUNTS / 3)
+    expected = log_normalized(values, float(np.median(values.sum(axis=1))))
+    np.testing.assert_allclose(asked.scaling.inverse(asked(logs)), expected, atol=1e-4)
+    card = asked.to_json()
+    del card["counts"]  # as earlier versions wrote it
+    assert torch.equal(CellPreparation.from_json(card)(logs), asked(logs))
+
+
 def test_new_cells_are_matched_by_gene_name_and_use_the_train_statistics() -> None:
     prepare = CellPreparation.fit(table(), genes=3)
     shuffled = [3, 5, 0, 1, 4, 2]

@@ -69,7 +69,9 @@ def train(
     ] = None,
     normalize: Annotated[
         bool | None,
-        _reading(".h5ad: log-normalize.", "--normalize/--no-normalize", show_default="yes"),
+        _reading(
+            ".h5ad: log-normalize.", "--normalize/--no-normalize", show_default="yes, counts only"
+        ),
     ] = None,
     size: Annotated[
         int | None,

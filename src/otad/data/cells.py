@@ -28,7 +28,7 @@ from otad.errors import InputError, MissingExtraError
 from otad.io.files import most_unpacked
 
 CLIP = 10.0  # of scaled values
-_CARD = {"genes", "target_sum", "mean", "std", "clip"}
+_CARD = {"genes", "target_sum", "mean", "std", "clip", "counts"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +102,9 @@ class CellPreparation:
         Mean and standard deviation of each gene.
     clip : float
         The largest absolute value after scaling.
+    counts : bool
+        Whether cells must have counts, which are whole numbers, so that values that are normalized
+        already are not normalized again.
 
     Examples
     --------
@@ -120,6 +123,7 @@ class CellPreparation:
     target_sum: float | None
     scaling: Standardizer
     clip: float = CLIP
+    counts: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self.clip, "clip")
@@ -129,7 +133,7 @@ class CellPreparation:
 
     @classmethod
     def fit(
-        cls, cells: CellTable, *, genes: int | None = None, normalize: bool = True
+        cls, cells: CellTable, *, genes: int | None = None, normalize: bool | None = None
     ) -> CellPreparation:
         """Learn the preparation from the cells of the train part.
 
@@ -139,18 +143,22 @@ class CellPreparation:
             The cells of the train part.
         genes : int, optional
             How many genes to use; those of largest variance are chosen. If None, all.
-        normalize : bool
-            Whether to normalize each cell to the median total and to take the logarithm. Pass False
-            for values that are normalized already.
+        normalize : bool, optional
+            Whether to normalize each cell to the median total and to take the logarithm. If None,
+            this is done, and values other than counts are refused, also in new cells. Pass False
+            for values that are normalized already, and True to normalize other values as well.
         """
+        counts = normalize is None
+        if counts:
+            _check_counts(cells)
         from sklearn.utils.sparsefuncs import mean_variance_axis  # loads pandas, too
 
         mean, variance = mean_variance_axis(cells.values.astype(np.float64), axis=0)
         dtype = np.float64 if is_coarse(mean, np.sqrt(variance)) else np.float32
-        counts = cells.values.astype(dtype)
-        target_sum = float(np.median(_totals(counts))) if normalize else None
+        raw = cells.values.astype(dtype)
+        target_sum = None if normalize is False else float(np.median(_totals(raw)))
         require(target_sum != 0, "cells", "counts", "a median total of zero")
-        values, chosen = _log_normalize(counts, target_sum), cells.genes
+        values, chosen = _log_normalize(raw, target_sum), cells.genes
         if genes is not None:
             enough = check_count(genes, "genes") <= len(cells.genes)
             require(enough, "genes", f"at most {len(cells.genes)}", genes)
@@ -160,7 +168,7 @@ class CellPreparation:
             values = values[:, columns]
         dense = torch.from_numpy(values.toarray().astype(dtype))
         scaling = Standardizer.fit(dense, names=chosen)
-        return cls(chosen, target_sum, scaling)
+        return cls(chosen, target_sum, scaling, counts=counts)
 
     def __call__(self, cells: CellTable) -> Tensor:
         """float32 (N, genes); genes are found by name, so `cells` may have them in any order."""
@@ -168,9 +176,11 @@ class CellPreparation:
         missing = [gene for gene in self.genes if gene not in position]
         without = f"cells without {len(missing)} of them: {', '.join(missing[:5])}"
         require(not missing, "cells", f"the {len(self.genes)} genes of the preparation", without)
+        if self.counts:
+            _check_counts(cells)
         wide = self.scaling.mean.dtype == torch.float64
-        counts = cells.values.astype(np.float64 if wide else np.float32)
-        values = _log_normalize(counts, self.target_sum)
+        raw = cells.values.astype(np.float64 if wide else np.float32)
+        values = _log_normalize(raw, self.target_sum)
         chosen = values[:, [position[gene] for gene in self.genes]].toarray()
         scaled = self.scaling(torch.from_numpy(chosen).to(self.scaling.mean))
         return scaled.float().clamp(-self.clip, self.clip)
@@ -179,17 +189,28 @@ class CellPreparation:
         """Return the preparation as plain JSON values."""
         scaling = {"mean": self.scaling.mean.tolist(), "std": self.scaling.std.tolist()}
         chosen = {"genes": list(self.genes), "target_sum": self.target_sum}
-        return chosen | scaling | {"clip": self.clip}
+        return chosen | scaling | {"clip": self.clip, "counts": self.counts}
 
     @classmethod
     def from_json(cls, card: dict[str, Any]) -> CellPreparation:
         """Make the preparation that `to_json` described."""
+        card = {"counts": False} | card  # which cards of earlier versions do not have
         require(set(card) == _CARD, "preparation", str(sorted(_CARD)), sorted(card))
         mean, std = (torch.tensor(card[key], dtype=torch.float64) for key in ("mean", "std"))
         if torch.equal(mean, mean.float().double()):  # they were found in float32
             mean, std = mean.float(), std.float()
         scaling = Standardizer(mean, std)
-        return cls(tuple(card["genes"]), card["target_sum"], scaling, card["clip"])
+        return cls(tuple(card["genes"]), card["target_sum"], scaling, card["clip"], card["counts"])
+
+
+def _check_counts(cells: CellTable) -> None:
+    """Refuse values that are probably normalized already."""
+    values = cells.values.data
+    others = values[values != np.rint(values)][:1]
+    remedy = "give counts, or train with normalize=False (--no-normalize) on values that are "
+    remedy += "normalized already, or normalize=True (--normalize) on others"
+    found = f"{others.item():g}: {remedy}" if len(others) else ""
+    require(not found, "cells", "counts, which are whole numbers", found)
 
 
 def _totals(values: sparse.csr_matrix) -> np.ndarray:
@@ -290,7 +311,7 @@ def load_h5ad(
     *,
     drop: str | Sequence[str] = (),
     genes: int | None = None,
-    normalize: bool = True,
+    normalize: bool | None = None,
     test_fraction: float = 0.2,
     seed: int = 0,
     name: str | None = None,
@@ -311,8 +332,9 @@ def load_h5ad(
         Labels whose cells are left out, such as "Ambiguous".
     genes : int, optional
         How many genes to use; those of largest variance are chosen. If None, all.
-    normalize : bool
-        Whether the values are counts that need normalization and the logarithm.
+    normalize : bool, optional
+        Whether the values need normalization and the logarithm. If None, they do, and have to be
+        counts; see `CellPreparation.fit`.
     test_fraction : float
         The fraction of cells in the test part, stratified by label.
     seed : int
