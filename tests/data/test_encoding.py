@@ -11,8 +11,8 @@ import pytest
 import torch
 from factories import refuses
 
-from otad.data import load_csv
-from otad.data.encoding import Column, TableEncoding, frame_cells, is_mixed
+from otad.data import load_csv, read_table
+from otad.data.encoding import Column, TableEncoding, frame_cells, is_mixed, looks_like_text
 from otad.errors import InputError
 
 HEADER = "age,color,income,target"
@@ -172,6 +172,31 @@ def test_categories_of_a_frame_are_the_same_with_and_without_gaps() -> None:
         assert encoding.columns[0].categories == (*map(str, whole), "")
         found = encoding.encode_frame(pandas.DataFrame({"c": pandas.Categorical(whole)}), "X")
         assert torch.equal(found, torch.eye(4).double()[:3])
+
+
+def test_booleans_of_a_csv_file_are_those_of_the_frame_it_was_written_from(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    rows = {"b": [True, False, None, True] * 3, "c": [*"xyxy"] * 3, "d": [True, False] * 6}
+    frame = pandas.DataFrame({name: pandas.Series(rows[name], dtype=object) for name in "bcd"})
+    encoding = TableEncoding.of_frame(frame)
+    frame["target"] = [0, 0, 1, 1] * 3
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    table = read_table(tmp_path / "a.csv")
+    read = encoding.encode(table.cells(encoding.names), table.where)
+    assert torch.equal(read, encoding.encode_frame(frame, "X"))
+    learned = load_csv(tmp_path / "a.csv", "target").preparation
+    assert learned.feature_names == encoding.feature_names
+    assert torch.equal(learned.encode(table.cells(learned.names), table.where), read)
+    numbers = frame["d"].astype(float).tolist()
+    assert table.numbers(["d"]).flatten().tolist() == numbers
+    write(tmp_path / "b.csv", "b,c,d,e", "TRUE,x,false,True", "true,y,FALSE,maybe", "?,x,1,False")
+    table = read_table(tmp_path / "b.csv")
+    read = encoding.encode(table.cells(encoding.names), table.where)
+    assert read.tolist() == [[1, 0, 1, 0, 0], [1, 0, 0, 1, 0], [1, 1, 1, 0, 1]]
+    cells = table.cells([*"bcde"])
+    assert [looks_like_text(cells[name]) for name in "bcde"] == [False, True, False, True]
+    words = TableEncoding.fit(cells, ["e"], [0])  # and in a column of text they are categories
+    assert words.columns[3].categories == ("False", "True", "maybe")
 
 
 def test_empty_text_of_a_frame_is_missing() -> None:

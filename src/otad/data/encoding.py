@@ -29,6 +29,7 @@ from otad.io.codec import from_plain, to_plain
 MOST_CATEGORIES = 100
 A_MISSING = "a missing cell"
 MISSING = ("", "na", "n/a", "nan", "null", "?")  # cells of a CSV file, in small letters
+BOOLEANS = {"true": 1.0, "false": 0.0}
 
 # What a column of text must not hold: each value would become a category of its own.
 _DAY, _YEAR = r"\d{1,2}", r"\d{4}"
@@ -89,7 +90,7 @@ class Column:
 
     def _numbers(self, cells: Sequence[Cell], where: Where) -> NDArray[np.float64]:
         filled = math.nan if self.median is None else self.median
-        values = np.array([filled if cell is None else number_in(cell) for cell in cells])
+        values = np.array([filled if cell is None else number_in_cell(cell) for cell in cells])
         with np.errstate(over="ignore"):
             wrong = np.flatnonzero(~np.isfinite(values.astype(np.float32)))
         for row in wrong[:1].tolist():
@@ -130,7 +131,8 @@ class TableEncoding:
             elif not missing:
                 columns.append(Column(name))
             else:
-                found = [number_in(cell) for row in train if (cell := values[row]) is not None]
+                kept = [cell for row in train if (cell := values[row]) is not None]
+                found = map(number_in_cell, kept)
                 numbers = list(filter(math.isfinite, found))  # `encode` refuses the others
                 require(numbers, f"column {name!r}", "a finite number in the train part", "none")
                 columns.append(Column(name, median=float(np.median(numbers))))
@@ -227,6 +229,11 @@ def number_in(cell: Any) -> float:
         return math.nan
 
 
+def number_in_cell(cell: Cell) -> float:
+    """Like `number_in`. True and False are 1 and 0 also as text, which a CSV file makes of them."""
+    return number_in(BOOLEANS.get(cell.lower(), cell) if isinstance(cell, str) else cell)
+
+
 def _category(cell: Cell) -> str:
     """The category of a cell. It is the same for 1 and 1.0, since pandas makes floats of the whole
     numbers in a column with gaps."""
@@ -236,10 +243,11 @@ def _category(cell: Cell) -> str:
 
 
 def looks_like_text(cells: Sequence[Cell]) -> bool:
-    """Whether fewer than half of the cells that are not missing are numbers. (A single word among
-    numbers is an error, which is reported.)"""
+    """Whether fewer than half of the cells that are not missing are numbers, and not all are
+    numbers or booleans. (A single word among numbers is an error, which is reported.)"""
     known = [cell for cell in cells if cell is not None]
-    return 2 * sum(not math.isnan(number_in(cell)) for cell in known) < len(known)
+    few = 2 * sum(not math.isnan(number_in(cell)) for cell in known) < len(known)
+    return few and any(math.isnan(number_in_cell(cell)) for cell in known)
 
 
 def _refuse_numbers_and_dates(texts: Sequence[str], where: str) -> None:

@@ -26,7 +26,7 @@ from otad.data.dataset import (
     refuse_repeats,
     warn_of_labels,
 )
-from otad.data.encoding import MISSING, Cell, TableEncoding, looks_like_text, number_in
+from otad.data.encoding import MISSING, Cell, TableEncoding, looks_like_text, number_in_cell
 from otad.data.registry import find_first
 from otad.data.splits import holdout, split_rows
 from otad.errors import InputError
@@ -90,7 +90,7 @@ class Table:
     def numbers(self, columns: Sequence[str]) -> Tensor:
         """Return float64 (N, d); a cell that is no finite number, also in float32, is refused."""
         positions = [self._position(column) for column in columns]
-        cells = [[number_in(row[position]) for position in positions] for row in self.rows]
+        cells = [[number_in_cell(row[position]) for position in positions] for row in self.rows]
         values = torch.tensor(cells, dtype=torch.float64)
         for row, k in (~values.float().isfinite()).nonzero()[:1].tolist():
             cell = self.rows[row][positions[k]]
