@@ -14,6 +14,7 @@ from otad.errors import InputError
 from otad.io import tensor_files
 from otad.io.tensor_files import fingerprint_of
 from otad.model.bank import FeatureBank
+from otad.model.defend import defend
 
 N, D = 57, 5
 WIDTH = torch.linspace(-1, 1, 3 * D).view(3, D)
@@ -88,6 +89,29 @@ def test_batches_and_progress(tmp_path: Path) -> None:
     assert sizes == [20, 20, 17]  # one pass
     assert steps == [(20, N), (40, N), (N, N)]
     torch.testing.assert_close(bank.inputs, build(batch_size=1).inputs)
+
+
+def test_only_a_bank_is_replaced_by_a_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for y in (images()[1], images()[1] + 1):
+        assert torch.equal(build(path, y=y).labels, y)
+    labels = torch.arange(3)
+    for write in (
+        lambda: path.write_text("the data of a user"),
+        lambda: save_file({"inputs": torch.eye(3)}, path),
+        lambda: tensor_files.write_tensors(path, {"inputs": torch.eye(3)}, {}),
+    ):
+        write()
+        before = path.read_bytes()
+        for build_other in (
+            lambda: FeatureBank.build(pytest.fail, *images(), fingerprint="x", path=path),
+            lambda: defend(
+                None, torch.eye(3), labels, inputs="pixels", n_neighbors=2, bank_path=path
+            ),
+        ):
+            with pytest.raises(InputError, match=f"{path}: expected no file, or one of the format"):
+                build_other()
+            assert path.read_bytes() == before
 
 
 def test_file_is_mapped_and_never_changed(file: Path) -> None:
@@ -165,6 +189,7 @@ def test_other_banks_and_formats(tmp_path: Path, file: Path, monkeypatch) -> Non
     save_file({"inputs": torch.zeros(2, 2)}, path)
     with pytest.raises(InputError, match="expected a feature bank, got other tensors"):
         FeatureBank.load(path)
+    path.unlink()
     monkeypatch.setattr("otad.model.bank.VERSION", "2")
     build(path)
     monkeypatch.undo()

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +113,16 @@ def map_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except OSError as error:
         found = "a folder" if path.is_dir() else error
         raise InputError(f"{path}: expected a safetensors file, got: {found}") from error
+
+
+def refuse_other_file(path: Path, kind: str) -> None:
+    """Refuse to replace a file unless it is a sealed file of this format."""
+    if path.exists():
+        found = "something else"
+        if path.is_file():
+            with suppress(InputError):
+                found = map_sealed(path)[1].get("format", "other tensors")
+        require(found == kind, str(path), f"no file, or one of the format {kind}", found)
 
 
 def check_seal(path: Path) -> None:

@@ -115,8 +115,9 @@ class FeatureBank:
     ) -> FeatureBank:
         """Make a bank by one pass of `transport` over x (N, ...), with labels y (N,).
 
-        It is in memory, or written to the file at `path` and mapped from there. `progress` is
-        called with (rows done, all rows), see `otad.progress`."""
+        It is in memory, or written to the file at `path` and mapped from there; an earlier bank is
+        replaced, and another file is refused. `progress` is called with (rows done, all rows), see
+        `otad.progress`."""
         check_count(batch_size, "batch_size")
         require(dtype in BANK_DTYPES, "dtype", "float16, bfloat16 or float32", dtype)
         for name, value in (("x", x), ("y", y)):
@@ -125,6 +126,8 @@ class FeatureBank:
         wide = torch.promote_types(y.dtype, torch.float32)
         labels = y.to("cpu", wide if y.is_floating_point() else torch.int64)
         _check_labels(labels, len(x))
+        if path is not None:
+            tensor_files.refuse_other_file(Path(path), FORMAT)
         with progress_bar("building the bank", progress) as report:
             blocks = _transported(transport, x, batch_size, dtype, report)
             first = next(blocks)

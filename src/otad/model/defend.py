@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from otad.cip.whole_bank.potential import Progress
 from otad.data.dataset import warn_of_labels
 from otad.errors import InputError, SolverError
 from otad.io.mapped_rows import spread_rows
-from otad.io.tensor_files import fingerprint_of
+from otad.io.tensor_files import fingerprint_of, refuse_other_file
 from otad.model.answerer_options import check_settings
 from otad.model.answerers import is_global
-from otad.model.bank import FeatureBank
+from otad.model.bank import FORMAT, FeatureBank
 from otad.model.conversion import ArrayLike, converted
 from otad.model.otad import OTAD, keys_of
 from otad.model.prototypes import PrototypeNet, prototype_net
@@ -97,7 +98,8 @@ def defend(
     bank_dtype : torch.dtype
         The precision of the bank: float32, float16 or bfloat16.
     bank_path : path or None
-        A file to which the bank is written and from which it is mapped.
+        A file to which the bank is written and from which it is mapped. An earlier bank there is
+        replaced, and another file is refused.
     batch_size : int
         How many inputs are used at a time.
     progress : callable, bool or None
@@ -294,6 +296,7 @@ def _stored(bank: FeatureBank, path: str | None) -> FeatureBank:
     """Return the bank, after it was written to the file at `path` and mapped from it."""
     if path is None:
         return bank
+    refuse_other_file(Path(path), FORMAT)
     bank.save(path)
     return FeatureBank.load(path, verify=False)
 

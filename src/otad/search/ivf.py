@@ -46,7 +46,8 @@ def build_lists(
     points : Tensor (N, d)
         The points, which may be mapped from one or more files. They are read twice, in blocks.
     path : path
-        The file to write. It holds a copy of the points.
+        The file to write. It holds a copy of the points. Earlier lists there are replaced, and
+        another file is refused.
     cells : int or None
         The number of cells, by default about 4 sqrt(N).
     seed : int
@@ -69,6 +70,7 @@ def build_lists(
     cells = min(math.ceil(4 * math.sqrt(count)), max(1, count // 8)) if cells is None else cells
     expected = f"at most {count}, the number of points"
     require(check_count(cells, "cells") <= count, "cells", expected, cells)
+    tensor_files.refuse_other_file(path := Path(path), FORMAT)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(count, generator=generator)[: PER_CELL * cells].sort().values
     sample = gathered(points, chosen).cpu().double()
@@ -105,7 +107,7 @@ def build_lists(
     layout = {name: (it.dtype, tuple(it.shape)) for name, it in held.items()}
     sorted_rows = (("points", gathered(points, some)) for some in ids.split(rows))
     tensor_files.write_sealed(
-        path := Path(path),
+        path,
         layout | {"points": (points.dtype, (count, dim))},
         {"format": FORMAT, "version": VERSION},
         (item for part in (held.items(), sorted_rows) for item in part),
