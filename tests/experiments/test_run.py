@@ -200,7 +200,7 @@ def test_errors_of_several_experiments(many: bool, tmp_path: Path) -> None:
         how: dict[str, Any] = {"executor": executor, "out": tmp_path}
         with pytest.raises(OtadError, match=r"\Abroken: blocks: expected.*-1\Z"):
             reproduce_together([broken, small], **how)
-        with pytest.raises(OtadError if many else OSError, match="Not a directory"):
+        with pytest.raises(OtadError, match="Not a directory"):
             reproduce_together([small], **how, work=no_folder / "work")
         how["out"] = tmp_path / "late"
         with pytest.raises(UnfinishedError, match=r"(?s)small: out of time.*late: out of time"):

@@ -18,13 +18,14 @@ from together import forked
 from torch import Tensor
 
 from otad.errors import InputError, OtadError
-from otad.io.files import _lock, replacing
+from otad.io.files import _lock, locked, replacing
 from otad.io.tensor_files import read_tensors, write_sealed, write_tensors
 from otad.model.bank import FeatureBank
 from otad.model.defend import defend
 from otad.model.loading import load
 from otad.model.otad import OTAD
 from otad.nets import fc_resnet
+from otad.training import TrainConfig, train
 
 TENSORS = {
     "flags": torch.tensor([True, False, True]),
@@ -221,6 +222,23 @@ def test_a_place_that_takes_no_file_is_refused_by_its_own_name(tmp_path: Path) -
         with pytest.raises(InputError, match=expected) as refused, replacing(path):
             pass
         assert "partial" not in str(refused.value)
+
+
+def test_a_lock_that_cannot_be_written_is_refused_by_its_folder(tmp_path: Path) -> None:
+    """As in a folder that is read-only, which no folder is for root."""
+    x, y, (model, _) = two_models(10)
+    config = TrainConfig(epochs=1)
+    places: dict[str, Callable[[Path], object]] = {
+        ".lock": model.save,
+        ".training.lock": lambda it: train(fc_resnet((8,), 2), (x, y), config, checkpoint_dir=it),
+        "any.lock": lambda it: locked(it / "any.lock").__enter__(),
+    }
+    for name, write in places.items():
+        (tmp_path / name).mkdir()
+        expected = f"^{tmp_path}: expected a folder in which {name} can be written, got: "
+        with pytest.raises(InputError, match=expected):
+            write(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*places}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be removed there")

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from filelock import FileLock
 from torch import nn
 
 from otad.errors import InputError, OtadError
 from otad.io.codec import digest_of, from_plain, read_json, to_plain, write_json
+from otad.io.files import locked
 from otad.io.tensor_files import read_tensors, write_tensors
 from otad.progress import Counter
 
@@ -53,11 +54,9 @@ class WorkFolder:
     def __init__(self, folder: Path, deadline: float | None = None) -> None:
         self.folder, self.deadline = folder, deadline
 
-    def lock(self, name: str) -> FileLock:
+    def lock(self, name: str) -> AbstractContextManager[bool]:
         """One process at a time; the lock ends with its process, however that ends."""
-        path = self.folder / "locks" / f"{name}.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return FileLock(path)
+        return locked(self.folder / "locks" / f"{name}.lock")
 
     def part(self, kind: type[T], identity: Any, compute: Callable[[], T]) -> T:
         """Return the result of `compute`, a dataclass, or the saved result of an earlier run."""

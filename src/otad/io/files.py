@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from filelock import FileLock, Timeout
+
 from otad.checks import require
 from otad.errors import InputError
 
@@ -58,6 +60,26 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
     if os.name == "posix":  # elsewhere a folder cannot be opened
         _flush(path.parent)
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock of a file until the block or the process ends, and yield whether it is held.
+
+    While another process holds it, wait, or else yield False."""
+    lock = FileLock(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=-1 if wait else 0)
+    except Timeout:
+        pass
+    except OSError as error:
+        expected = f"a folder in which {path.name} can be written"
+        raise InputError(f"{path.parent}: expected {expected}, got: {error.strerror}") from error
+    try:
+        yield lock.is_locked
+    finally:
+        lock.release()
 
 
 def _new_partial(path: Path) -> tuple[Path, BinaryIO]:

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from otad.checks import require
 from otad.errors import InputError
 from otad.io.codec import digest_of, parse_json, read_json
-from otad.io.files import is_inside, replacing
+from otad.io.files import is_inside, locked, replacing
 from otad.io.tensor_files import fingerprint, fingerprint_of, read_tensors, write_tensors
 from otad.model.bank import FeatureBank
 from otad.model.bank_shards import remove_shards
@@ -66,8 +65,7 @@ def write_model(
     The keys of `blocks` say where their entries are in card.json, with dots between levels."""
     folder = Path(folder)
     refuse_foreign_card(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / LOCK):
+    with locked(folder / LOCK):
         bank_file = _bank_file(bank)
         if shards is not None:
             bank_file = bank_file.removesuffix(".safetensors")
@@ -121,7 +119,7 @@ def note_evaluation(
     The path of its README.md is returned. `described` and `about` describe the model in the folder,
     as in `OTAD.save`."""
     folder = Path(folder)
-    with FileLock(folder / LOCK):
+    with locked(folder / LOCK):
         card = read_card(folder) | about
         card["notes"] = add_evaluation(card["notes"], evaluation, described)
         _write_card(folder, card)

@@ -9,19 +9,19 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from otad.checks import refusing, require
 from otad.io.codec import digest_of
+from otad.io.files import locked
 from otad.nets.orthogonal import retract
 from otad.processes import ALONE, Processes
 from otad.progress import part_bars
@@ -148,20 +148,13 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
 
     @contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
-        lock, is_free = FileLock(path.with_name(LOCK)), True
-        if self.processes.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                is_free = False
-        try:
+        is_first = self.processes.rank == 0
+        lock = locked(path.with_name(LOCK), wait=False) if is_first else nullcontext(True)
+        with lock as is_free:
             place = f"{path.parent}, in which another one runs"
             is_free = self.processes.first_says(is_free)
             require(is_free, "checkpoint_dir", "no other training", place)
             yield
-        finally:
-            lock.release()
 
     def _check_together(self) -> None:
         """Refuse different arguments, and what several processes compute otherwise than one."""
