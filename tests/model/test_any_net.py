@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from factories import images, refuses
 from model import architectures
 from model.architectures import AS_JSON, NETS, OF_VALUES, data, make, outputs, sequential_cnn
 from torch import Tensor, nn
+from torch.nn.utils import weight_norm as old_weight_norm
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 import otad
 from otad.errors import SolverError
@@ -104,6 +107,26 @@ def test_a_factory_gives_the_module(name: str, tmp_path: Path) -> None:
     again = otad.load(tmp_path, net=lambda: make(name, seed=9), resident=False)
     assert torch.equal(again(x), model(x))
     assert again.potential is not None
+
+
+@pytest.mark.parametrize("how", [weight_norm, old_weight_norm, spectral_norm, orthogonal])
+def test_saving_says_that_the_code_of_a_parametrization_is_not_in_the_folder(
+    how: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    def normed() -> nn.Module:
+        return nn.Sequential(how(nn.Linear(4, 8)), nn.ReLU(), how(nn.Linear(8, 3)))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the old one is deprecated
+        net, fresh = normed(), normed()
+    x = torch.rand(30, 4)
+    model = otad.defend(net, x, torch.arange(30) % 3)
+    with pytest.warns(UserWarning, match=r"net: .*\.Sequential, but not its code: .*net=\.\.\."):
+        model.save(tmp_path / "model")
+    refuses(otad.load, tmp_path / "model", match=r"net: .*otad\.load\(folder, net=")
+    assert torch.equal(otad.load(tmp_path / "model", net=fresh)(x), model(x))
+    refuses(otad.nets.save_net, model.backbone, tmp_path / "net", match="net: .*needs code: torch")
+    assert not (tmp_path / "net").exists()
 
 
 class OtherActivation(architectures.OwnCNN):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from otad.model.bank import FeatureBank
 from otad.model.bank_shards import remove_shards
 from otad.model.model_card import README, EvaluationLike, add_evaluation, write_readme
 from otad.model.names import check_names
+from otad.nets.features import classes_of_user
 from otad.nets.files import NET_FILE
 
 CARD = "card.json"
@@ -96,6 +98,10 @@ def write_model(
                 entries = entries[parent]
             entries[last] = {**block.entry, "file": name, "fingerprint": fingerprint(block.tensors)}
         check_names(card["notes"], card["interface"])
+        for name in classes_of_user([card["backbone"], card.get("metric")]):
+            only = f"the folder has the weights of {name}, but not its code"
+            give = "load it by otad.load(folder, net=...), with a module that is built alike"
+            warnings.warn(f"net: {only}: {give}", stacklevel=3)
         _sealed_text(card)  # refuses notes that are not plain before anything is written
         card["bank"]["checksum"] = bank.save(folder / bank_file, shards=shards)
         for name, (held, header) in files.items():

@@ -211,6 +211,16 @@ def parts_of_user(net: nn.Module) -> Iterator[Features]:
     return (part for part in net.modules() if isinstance(part, Features))
 
 
+def classes_of_user(config: Any) -> set[str]:
+    """Return the names of the classes that the config of a network needs, but does not describe."""
+    if isinstance(config, Mapping):
+        if config.get("layer") == "Features" and "class" in config["net"]:
+            return {config["net"]["class"]}
+        config = list(config.values())
+    parts = map(classes_of_user, config) if isinstance(config, list) else ()
+    return set[str]().union(*parts)
+
+
 def with_module(config: Any, net: nn.Module | None) -> Any:
     """Return the config of a network in which `net` replaces the description of a user's module.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from otad.checks import check_device, refusing
+from otad.checks import check_device, refusing, require
 from otad.io.tensor_files import read_tensors, write_tensors
 from otad.nets.base import Backbone, build
+from otad.nets.features import classes_of_user
 from otad.nets.inputs import restored
 
 NET_FILE = "net.safetensors"  # in the folder that `otad train` writes
@@ -19,7 +20,8 @@ def save_net(net: Backbone, path: Path, **about: Any) -> None:
     Parameters
     ----------
     net : Backbone
-        A backbone of a registered class.
+        A backbone of a registered class. One with a module of your own class, or with a
+        parametrization such as weight_norm, is refused, because the file has no code.
     path : path
         The file. It is replaced as a whole, so it never holds half a network.
     **about
@@ -35,7 +37,10 @@ def save_net(net: Backbone, path: Path, **about: Any) -> None:
     ...     print(otad.nets.load_net(f"{folder}/net.safetensors").input_shape)
     (4,)
     """
-    write_tensors(path, net.state_dict(), {"config": net.config(), "about": about})
+    config = net.config()
+    unknown = ", ".join(classes_of_user(config))
+    require(not unknown, "net", "one that its config describes", f"one that needs code: {unknown}")
+    write_tensors(path, net.state_dict(), {"config": config, "about": about})
 
 
 def load_net(path: Path, *, device: str = "cpu") -> Backbone:
