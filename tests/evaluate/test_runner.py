@@ -280,6 +280,18 @@ def test_wrong_arguments_are_refused(change: Any, message: str, monkeypatch) -> 
     refuses(evaluate, **given | (change() if callable(change) else change), match=message)
 
 
+def test_reports_of_the_evaluation_that_is_replaced_are_named(tmp_path: Path) -> None:
+    x, y = plane_data()
+    given = {"attacks": [Walk()], "folder": tmp_path}
+    evaluate(Plane().eval(), x, y, L2(0.1), **given)
+    (tmp_path / "report.html").write_text("the first evaluation")
+    message = "folder: .*report.html shows an earlier evaluation: remove it"
+    with pytest.warns(UserWarning, match=message) as said:
+        evaluate(Plane().eval(), x, y, L2(0.2), **given)
+    assert [one.filename for one in said] == [__file__]
+    assert Evaluation.read(tmp_path / "evaluation.json").eps == (0.2,)
+
+
 def test_records_of_earlier_versions_are_read(tmp_path: Path) -> None:
     model, x, y = two_sides()
     given = {"attacks": [Wander()], "flags": False, "undefended": False}

@@ -22,6 +22,7 @@ from otad.evaluate import ATTACKS, PRESETS
 from otad.evaluate import evaluate as evaluate_model
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation
+from otad.evaluate.runner import PAGES
 from otad.io.codec import to_plain
 from otad.model.folder import note_evaluation
 from otad.model.names import class_names_of
@@ -114,7 +115,7 @@ def evaluate(
     require(
         not card or defended, "--card", "a defended model", "a network alone, which has no card"
     )
-    results = [] if out == STDOUT else ["evaluation.json", "report.html", "report.md"]
+    results = [] if out == STDOUT else ["evaluation.json", *PAGES]
     check_out(out, force, as_json, results=results, started="parts")
     threat = opt.threat_to(model, norm, radius, immutable=immutable, unit=unit, scale=scale)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)
@@ -124,6 +125,7 @@ def evaluate(
     how["folder"] = None if out == STDOUT else out
     with opt.executor_of(jobs, cluster, device) as executor, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* equal training points")  # `open_examples` said so
+        warnings.filterwarnings("ignore", ".* earlier evaluation")  # its report is written below
         evaluation = evaluate_model(module_of(model), x, y, threat, executor=executor, **how)
     evaluation = replace(evaluation, names=examples.names)
     if card and defended is not None:

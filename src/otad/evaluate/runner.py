@@ -47,6 +47,7 @@ from otad.scores import Score, score_of
 from otad.workers import Workers, working
 
 UNDEFENDED = "undefended"  # the folder of the network alone
+PAGES = ("report.html", "report.md")  # which `otad evaluate` and `otad report` write to a folder
 ATTACKER_KNOWS = {
     True: "everything: the training set, the network and its head, the metric, K, L, l, "
     "the rule for potentials and the rule for ties",
@@ -128,7 +129,8 @@ def evaluate(
         Where to save finished batches, from which a stopped run resumes. At the end it holds
         `evaluation.json` and `adversarial.safetensors`: "rows" (m,) and "inputs" (m, *input_shape),
         the nearest adversarial examples, or in regression the worst inputs within eps. The results
-        of the undefended network are in its folder `undefended`.
+        of the undefended network are in its folder `undefended`. An earlier evaluation is replaced,
+        and a warning names the reports that still show it.
     executor : Executor, int or None
         Who attacks and certifies the batches: a number of processes of this machine, which are
         replaced if they are killed; an executor of `concurrent.futures` with processes; or an
@@ -262,6 +264,9 @@ def evaluate(
         tensors = {"rows": rows, "inputs": run.inputs[rows]}
         write_tensors(place / "adversarial.safetensors", tensors, {"data": run.data})
         found.write(place / "evaluation.json")
+        if old := " and ".join(str(place / name) for name in PAGES if (place / name).exists()):
+            remedy = "remove it, or write it again by `otad report`"
+            warnings.warn(f"folder: {old} shows an earlier evaluation: {remedy}", stacklevel=5)
         if alone is not None:
             alone.write(place / UNDEFENDED / "evaluation.json")
     return found
