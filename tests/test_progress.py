@@ -9,19 +9,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import groupby
 from typing import Any
 
 import pytest
 import torch
 from factories import model, net, points, queries
+from torch import nn
 
 import otad
 from otad import progress
 from otad.attacks import Pgd
 from otad.model.defend import defend
 from otad.model.prototypes import prototype_net
-from otad.nets import lifted_net
-from otad.training import TrainConfig, train
+from otad.nets import PretrainedMetric, lifted_net
+from otad.training import MetricConfig, TrainConfig, fit_backbone, train, train_metric
 
 
 @contextmanager
@@ -91,6 +93,11 @@ def test_lines_at_each_tenth_without_a_terminal(
     monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
     expected = [f"otad: work, {done} of 40" for done in range(4, 40, 4)]
     assert work() == [*expected, *(f"otad: work, {n} of 40: good\\x1b" for n in (39, 40))]
+    with progress.part_bars(True) as draw:
+        for done in (0, 0.5, 1.5, 3):
+            draw("epochs", done, 3)
+    expected = [f"otad: epochs, {done} of 3" for done in (0.5, 1.5, 3)]
+    assert capsys.readouterr().err.splitlines() == expected
     monkeypatch.setenv("OTAD_PROGRESS", "0")
     assert work() == []
 
@@ -191,3 +198,39 @@ def test_a_function_is_called_and_results_are_the_same(drawn: list[str]) -> None
     assert seen == [(7, 20), (14, 20), (20, 20)]
     assert drawn == []
     assert torch.equal(found.radius, otad.certify(one, x, batch_size=7).radius)
+
+
+@pytest.mark.parametrize("name", ["train", "fit_backbone", "train_metric"])
+def test_the_bar_of_a_training_moves_within_an_epoch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[float, str | None]] = []
+
+    class Recorded(progress._PartBars):
+        def draw(self, part: str, done: float, total: Any = None, text: Any = None) -> None:
+            shown.append((done / total, None if text is None else text.partition(":")[0]))
+
+    monkeypatch.setattr(progress, "can_draw", lambda: True)
+    monkeypatch.setattr(progress, "_PartBars", Recorded)
+    options = {"epochs": 2, "batch_size": len(X) // 2}
+    runs: dict[str, Callable[[Any], object]] = {
+        "train": lambda it: train(net(), (X, Y), TrainConfig(**options), progress=it),
+        "fit_backbone": lambda it: fit_backbone(
+            (X, Y), TrainConfig(**options), n_outputs=3, progress=it
+        ),
+        "train_metric": lambda it: train_metric(
+            PretrainedMetric(nn.Linear(5, 4), input_shape=(5,)),
+            (X, Y),
+            MetricConfig(**options),
+            progress=it,
+        ),
+    }
+    runs[name](None)
+    first, last = "epoch 1", "epoch 2"
+    steps = [(0, None), (0.25, None), (0.5, first), (0.75, first), (1, last)]
+    assert [one for one, _ in groupby(shown)] == steps
+    shown.clear()
+    records: list[Any] = []
+    runs[name](records.append)
+    assert {record.epoch for record in records} == {1, 2}
+    assert shown == []

@@ -41,8 +41,8 @@ SHOW_AFTER = 2.0  # seconds
 PartReport = Callable[[str, int, int], None]
 """Called with the name of a part, the steps done and all its steps."""
 Draw = Callable[..., None]
-"""Called with the name of a part, the steps done, all its steps (None if not known) and, where it
-changes, the text beside its bar."""
+"""Called with the name of a part, the steps done, which may be a fraction, all its steps (None if
+not known) and, where it changes, the text beside its bar."""
 Counter = Callable[[int, int], None]
 """Called with the steps done and all steps."""
 AttackReport = Callable[[str, int, int, float], None]
@@ -94,7 +94,9 @@ class _PartBars:
         self._tasks: dict[str, TaskID] = {}
         self._lock, self._started, self._ended = threading.Lock(), False, False
 
-    def draw(self, part: str, done: int, total: int | None = None, text: str | None = None) -> None:
+    def draw(
+        self, part: str, done: float, total: int | None = None, text: str | None = None
+    ) -> None:
         if part not in self._tasks:
             self._tasks[part] = self._bars.add_task(part, total=total)
         task, shown = self._tasks[part], part if text is None else text
@@ -117,14 +119,16 @@ class _PartLines:
     """A line for each tenth of a part, and for its first text."""
 
     def __init__(self) -> None:
-        self._begun, self._shown = time.monotonic(), dict[str, tuple[int, bool]]()
+        self._begun, self._shown = time.monotonic(), dict[str, tuple[float, bool]]()
 
-    def draw(self, part: str, done: int, total: int | None = None, text: str | None = None) -> None:
+    def draw(
+        self, part: str, done: float, total: int | None = None, text: str | None = None
+    ) -> None:
         now = 10 * done // total if total else 0, text is not None
         is_new = now > self._shown.get(part, (0, False))
         self._shown[part] = now
         if is_new and (done == total or time.monotonic() >= self._begun + SHOW_AFTER):
-            steps = f"{done} of {total}" if total else f"{done}"
+            steps = f"{round(done, 1)}" + (f" of {total}" if total else "")
             line = f"otad: {part}, {steps}" + ("" if text is None else f": {text}")
             sys.stderr.write(f"{printable(line)}\n")
             sys.stderr.flush()

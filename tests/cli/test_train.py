@@ -100,7 +100,7 @@ def test_an_interrupted_training_resumes_to_the_same_net(monkeypatch: pytest.Mon
     epochs = []
     run_epoch = loop.Training.run_epoch
     monkeypatch.setattr(
-        loop.Training, "run_epoch", lambda *args: epochs.append(args[-1]) or run_epoch(*args)
+        loop.Training, "run_epoch", lambda *args: epochs.append(args[1]) or run_epoch(*args)
     )
     terminal.succeed(*command, "broken")
     assert epochs == [3, 4]

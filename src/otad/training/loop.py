@@ -191,7 +191,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
                 self.prepare()
             for epoch in range(done + 1, config.epochs + 1):
                 began = now
-                record = self.run_epoch(epoch)
+                record = self.run_epoch(epoch, report.move)
                 self.history.append(record)
                 now = monotonic()
                 is_late = self.processes.first_says(now + (now - began) > deadline)
@@ -209,7 +209,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
         self.weights.net.load_state_dict(self.weights.best.state_dict())
         self.weights.net.eval()
 
-    def run_epoch(self, epoch: int) -> AnyRecord:
+    def run_epoch(self, epoch: int, move: Callable[[float], None]) -> AnyRecord:
         started, seed = perf_counter(), epoch_seed(self.config.seed, epoch)
         indexed_on = self.device if self.rows_on_device else "cpu"
         row_batches = epoch_batches(self.n_rows, self.config, epoch, indexed_on)
@@ -224,6 +224,7 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
                 with torch.cuda.device(self.device):
                     torch.cuda.manual_seed(own_seed)
             for number, batch in enumerate(self.batches(row_batches, generator)):
+                move(epoch - 1 + number / len(row_batches))
                 rate = self.config.rate_at(epoch - 1 + (number + 0.5) / len(row_batches))
                 for group in self.optimizer.param_groups:
                     if isinstance(group["lr"], Tensor):
@@ -311,6 +312,21 @@ def epoch_batches(
     return order.split(config.batch_size)  # type: ignore[no-any-return]
 
 
+class Reporter:
+    """Takes the record of each epoch. Between two records, `move` takes how many epochs are done,
+    such as 2.5, which costs no wait for a GPU."""
+
+    def __init__(
+        self,
+        report: Callable[[Any], None],
+        move: Callable[[float], None] = lambda done: None,
+    ) -> None:
+        self._report, self.move = report, move
+
+    def __call__(self, record: Any) -> None:
+        self._report(record)
+
+
 @contextmanager
 def reporting(
     progress: Callable[[Any], None] | bool | None,
@@ -318,13 +334,23 @@ def reporting(
     done: int,
     label: str,
     text: Callable[[Any], str],
-) -> Iterator[Callable[[Any], None]]:
-    """Yield the function that reports a record: the caller's own, a progress bar, or nothing.
+) -> Iterator[Reporter]:
+    """Yield what reports the records: to the caller's own function, by a progress bar, or not.
 
-    See `otad.progress`."""
+    A `Reporter` of a caller is used as it is. See `otad.progress`."""
+    if isinstance(progress, Reporter):
+        yield progress
+        return
     with part_bars(False if callable(progress) else progress) as draw:
         if callable(progress):
-            yield progress
-        else:
-            draw(label, done, epochs)
-            yield lambda record: draw(label, record.epoch, epochs, text(record))
+            yield Reporter(progress)
+            return
+        said: str | None = None
+
+        def report(record: Any) -> None:
+            nonlocal said
+            said = text(record)
+            draw(label, record.epoch, epochs, said)
+
+        draw(label, done, epochs)
+        yield Reporter(report, lambda now: draw(label, now, epochs, said))

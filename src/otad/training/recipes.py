@@ -23,7 +23,7 @@ from otad.nets.orthogonal import OrthogonalNet
 from otad.nets.soc import SOCNet
 from otad.training.backbone import train
 from otad.training.backbone_config import TrainConfig
-from otad.training.loop import reporting
+from otad.training.loop import Reporter, reporting
 from otad.training.supervised import METRICS, EpochRecord, Progress, TrainResult
 
 BACKBONES: dict[str, Callable[..., Backbone]] = {
@@ -224,7 +224,7 @@ def fit_backbone(
 
     shown = partial(EpochRecord.text, metric=METRICS[net.task])
     with reporting(progress, config.epochs, 0, "training", shown) as report:
-        saving["progress"] = lambda record: report(in_units(record))
+        saving["progress"] = Reporter(lambda record: report(in_units(record)), report.move)
         result = train(net, parts, config, **saving)
         result = replace(result, history=tuple(map(in_units, result.history)))
         report(result.final)  # even if all epochs come from a checkpoint
