@@ -132,7 +132,7 @@ def test_images_give_pictures() -> None:
     one, *_ = model.explain(x[400:402])
     assert len(one.figure(top=2).axes) == 5  # query, and two neighbors with their bars
     np.testing.assert_allclose(one.neighbors[0].inputs, x[one.neighbors[0].index], atol=1e-6)
-    with pytest.raises(InputError, match=r"x: expected shape \(2, 1, 8, 8\)"):
+    with pytest.raises(InputError, match=r"X: expected shape \(2, 1, 8, 8\)"):
         model.predict(x[:2, :, :4])
     with pytest.raises(InputError, match="within the declared bounds"):
         model.predict(x[:2] * 16)
@@ -275,7 +275,8 @@ def test_parameters_reach_the_model(capsys) -> None:
             {"validation_fraction": 1.5},
             "^validation_fraction: expected a number between 0 and 1, got 1.5",
         ),
-        ({"bounds": (0.0, 1.0)}, r"within the declared bounds \(0.0, 1.0\), got values from"),
+        ({"n_blocks": 0}, "^n_blocks: expected an integer of at least 1, got 0"),
+        ({"bounds": (0.0, 1.0)}, r"^X: expected values within the declared bounds \(0.0, 1.0\)"),
     ],
 )
 def test_parameters_and_data_are_refused_before_training(
@@ -290,6 +291,29 @@ def test_parameters_and_data_are_refused_before_training(
     if kind is OTADClassifier:
         with pytest.raises(InputError, match="y: expected at least two classes, got one class"):
             quick(kind).fit(x, np.full(60, "low"))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_errors_name_the_argument_of_the_method_that_was_called(kind: type[Estimator]) -> None:
+    x, y = tables(kind)
+    given = {"eps": 0.1} if kind is OTADRegressor else {}
+    model = quick(kind).fit(x, y)
+    with pytest.raises(InputError, match=r"^X: expected at least one entry along c, got"):
+        quick(kind).fit(np.zeros((60, 0, 2, 2)), y)
+    for wrong in (1e300 * x, None):
+        with pytest.raises(InputError, match=r"^X: expected "):
+            model.explain(wrong)
+        with pytest.raises(InputError, match=r"^X: expected "):
+            model.certify(wrong, **given)
+    for answer in (model.predict, model.distance):
+        with pytest.raises(InputError, match=r"^X: expected finite values, got -?inf at \("):
+            answer(1e300 * x)
+    with pytest.raises(InputError, match=r"^x: expected finite values"):
+        otad.evaluate(model, 1e300 * x, y, otad.L2(0.1))
+    if kind is OTADRegressor:
+        for values in (1e300 * y, 1e39 * y):
+            with pytest.raises(InputError, match=r"^y: expected finite values, got -?inf at \("):
+                quick(kind).fit(x, values)
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -62,6 +63,19 @@ def refusing(expected: str) -> Iterator[None]:
         raise
     except wrong as error:
         raise InputError(f"{expected}, got: {error!r}") from error
+
+
+@contextmanager
+def naming(**names: str) -> Iterator[None]:
+    """Rename the argument in an `InputError` of a function that got it by another name than the
+    user gave it by."""
+    try:
+        yield
+    except InputError as error:
+        message = str(error)
+        found = re.match(r"\w*", message)[0]  # type: ignore[index]
+        error.args = (names.get(found, found) + message[len(found) :],)
+        raise
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from sklearn.utils.validation import (
 from torch import Tensor
 
 from otad.arguments import check_options, hints_of
-from otad.checks import check_choice, check_finite, require
+from otad.checks import check_choice, check_tensor, naming, require
 from otad.data import Standardizer, Task, holdout
 from otad.data.dataset import in_working_dtype, usual_statistics
 from otad.data.encoding import TableEncoding, refuse_cells, refuse_dates, refuse_targets
@@ -38,6 +38,11 @@ from otad.training.recipes import LEAST_WIDTH, usual_width
 
 DTYPES = (np.float64, np.float32)  # of inputs; others are converted to the first
 ROWS_AT_ONCE = 4096  # of a prediction, to bound its working memory
+GIVEN_AS = {
+    "x": "X", "train_x": "X", "val_x": "X", "train_y": "y", "val_y": "y",
+    "weights": "sample_weight", "blocks": "n_blocks",
+}  # fmt: skip
+"""What a user of an estimator calls the arguments of the functions that it calls."""
 Array = NDArray[Any]
 
 
@@ -151,7 +156,8 @@ class OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self, "module_")
         if np.ndim(X) == len(self.module_.backbone.input_shape):
             X = np.asarray(X)[None]
-        return explain(self, X)
+        with naming(x="X"):
+            return explain(self, X)
 
     def _check_training_data(
         self, X: Any, y: Any, sample_weight: Any
@@ -197,7 +203,8 @@ class OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
             validate_data(self, X, reset=False, skip_check_array=True)
         else:
             inputs = self._validated(X, allow_nd=True, reset=False)
-        return torch.tensor(np.ascontiguousarray(inputs)).to(self.module_.backbone.mean)
+        found = torch.tensor(np.ascontiguousarray(inputs)).to(self.module_.backbone.mean)
+        return self.module_.backbone.check_inputs(found, "X")
 
     @property
     def groups_(self) -> tuple[tuple[int, ...], ...]:
@@ -225,7 +232,9 @@ class OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
     ) -> None:
         """Train a network and defend it, with notes for the card of the model."""
         x, targets = in_working_dtype(x, y)
-        check_finite(x, "X")
+        check_tensor(x, "X", "n,d" if x.dim() == 2 else "n,c,h,w")
+        if targets.is_floating_point():
+            check_tensor(targets, "y", "n")
         try:
             drawn_by = check_random_state(self.random_state)
         except ValueError as error:
@@ -259,10 +268,11 @@ class OTADEstimator(ABC, BaseEstimator):  # type: ignore[misc]
         options["inputs"] = inputs if self.encoding_ is None else self.encoding_.unscaled(inputs)
         if weights is not None:
             options["weights"] = torch.tensor(weights)[rows]
-        net, result = fit_backbone(parts, config, progress=self._progress, **options)
-        self.history_, self.n_iter_ = result.history, len(result.history)
         defense = self._settings() | {"progress": self._progress}
-        self.module_ = defend(net, x[rows], targets[rows], **defense)
+        with naming(**GIVEN_AS):
+            net, result = fit_backbone(parts, config, progress=self._progress, **options)
+            self.module_ = defend(net, x[rows], targets[rows], **defense)
+        self.history_, self.n_iter_ = result.history, len(result.history)
         if quantile is not None:
             chosen = distance_threshold(self.module_, held_out, quantile=quantile)
             self.module_.abstain_beyond = chosen

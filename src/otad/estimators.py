@@ -17,7 +17,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from torch import Tensor
 
 from otad.certify import Certificate, Interval, certify, certify_values
-from otad.checks import check_choice, require
+from otad.checks import check_choice, naming, require
 from otad.data import Task
 from otad.data.dataset import encode_labels
 from otad.data.encoding import refuse_targets
@@ -175,7 +175,8 @@ class OTADClassifier(ClassifierMixin, OTADEstimator):  # type: ignore[misc]
         --------
         otad.certify : what the proof assumes, and which models it refuses.
         """
-        return certify(self, X, unit=unit)
+        with naming(x="X"):
+            return certify(self, X, unit=unit)
 
 
 class OTADRegressor(RegressorMixin, OTADEstimator):  # type: ignore[misc]
@@ -228,4 +229,5 @@ class OTADRegressor(RegressorMixin, OTADEstimator):  # type: ignore[misc]
         --------
         otad.certify_values : what the proof assumes, and which models it refuses.
         """
-        return certify_values(self, X, eps, unit=unit)
+        with naming(x="X"):
+            return certify_values(self, X, eps, unit=unit)

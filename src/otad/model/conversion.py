@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from otad.arguments import check_options
-from otad.checks import require
+from otad.checks import naming, require
 from otad.data.dataset import encode_labels
 from otad.data.encoding import TableEncoding, frame_numbers, is_frame, refuse_dates
 from otad.errors import InputError
@@ -63,7 +63,8 @@ def converted(model: nn.Module | Estimator, x: ArrayLike, y: ArrayLike | None = 
         if isinstance(x, (list, tuple)) and targets is not None and targets.dim() == 1:
             _refuse_several_inputs(x, targets)
         return Converted(model, _inputs(model, x), targets)
-    inputs = model.as_inputs(x)  # raises an error if the estimator is not fitted
+    with naming(X="x"):
+        inputs = model.as_inputs(x)  # raises an error if the estimator is not fitted
     return Converted(vars(model)["module_"], inputs, None if y is None else model.as_targets(y))
 
 
