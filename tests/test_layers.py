@@ -131,6 +131,11 @@ def test_imports_point_down_and_close_no_circle() -> None:
     assert not faults, "\n" + "\n".join(faults)
 
 
+def test_no_file_is_long() -> None:
+    for path in find_modules(SOURCE).values():
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, path
+
+
 def plant(source: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
         path = source / "otad" / name

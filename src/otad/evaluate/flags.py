@@ -28,8 +28,9 @@ from otad.attacks.target import (
 from otad.evaluate.identity import generator_for
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, AttackRecord, CertificateRecord, Flag
 from otad.evaluate.suite import defended_of
-from otad.model.otad import OTAD, keys_of
+from otad.model.otad import OTAD
 from otad.nets import only_normalizes
+from otad.nets.features import keys_of
 from otad.threat import per_row
 
 SAMPLE = 64  # examples a check uses

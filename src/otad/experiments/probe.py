@@ -30,7 +30,7 @@ from otad.io.environment import resident_now, resident_peak
 from otad.model.captured import Step, can_capture, captured, has_room, recorded
 from otad.model.defend import defend
 from otad.model.loading import load
-from otad.model.otad import OTAD, keys_of
+from otad.model.otad import OTAD
 from otad.progress import Counter
 
 T = TypeVar("T")
@@ -208,8 +208,7 @@ def time_steps(model: OTAD, x: Tensor) -> dict[str, float]:
 
     def search() -> Any:
         check_evaluation(model, "model")
-        embedded = model.backbone.embed(model.backbone.check_inputs(x))
-        keys = embedded if model.metric is None else keys_of(x, model.metric)
+        embedded, keys = model._queries(model.backbone.check_inputs(x))
         return model.problem(embedded, model.neighbors(keys).indices)
 
     problem = clock("search", search)

@@ -22,10 +22,11 @@ from otad.model.answerer_options import check_settings
 from otad.model.answerers import is_global
 from otad.model.bank import FORMAT, FeatureBank
 from otad.model.conversion import ArrayLike, converted
-from otad.model.otad import OTAD, keys_of
+from otad.model.otad import OTAD
 from otad.model.prototypes import PrototypeNet, prototype_net
 from otad.nets import Backbone, Lift, Metric, PretrainedMetric, lifted_net
 from otad.nets.adapt import UNREAD, Adapted, adapted
+from otad.nets.features import keys_of
 from otad.nets.inputs import output_of
 from otad.nets.lift import MARGIN
 from otad.nets.lipschitz import is_lipschitz_in_l2

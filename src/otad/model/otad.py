@@ -26,7 +26,7 @@ from otad.model.model_card import EvaluationLike, add_evaluation
 from otad.model.names import interface_of
 from otad.model.trace import Trace
 from otad.nets import Backbone, Metric
-from otad.nets.features import parts_of_user
+from otad.nets.features import keys_of, parts_of_user
 
 SETTINGS = ("n_neighbors", "smoothness", "strong_convexity", "search")  # of a card and a record
 METRIC_VERSION = 2  # the least version of a model card with a metric
@@ -222,8 +222,7 @@ class OTAD(BankModule):
         """
         found, keys = self._answer(x, exclude)
         distance = self._distance(found, keys, exclude)
-        indices = found.neighbors.indices.to(self.bank_labels.device)
-        labels = self.bank_labels[indices].to(x.device)
+        labels = self.bank_labels[found.neighbors.indices.to(self.bank_labels.device)].to(x.device)
         outputs = self._outputs(found.solution.image, distance)
         return Trace(**vars(found), outputs=outputs, labels=labels, distance=distance)
 
@@ -265,8 +264,7 @@ class OTAD(BankModule):
 
         It is the distance to the nearest bank point in the space in which neighbors are searched.
         It changes by no more than an input moves in that space."""
-        nearest: Tensor = self.neighbors(self.query_keys(x).detach(), 1).distances[:, 0]
-        return nearest
+        return self.neighbors(self.query_keys(x).detach(), 1).distances[:, 0]
 
     def _distance(self, found: Answer, keys: Tensor, exclude: Tensor | None = None) -> Tensor:
         near, rests = found.neighbors, self.answerer.rests_on_neighbors
@@ -400,8 +398,3 @@ class OTAD(BankModule):
 
 def _named(net: nn.Module) -> str:
     return f"{type(net).__name__} with {sum(one.numel() for one in net.parameters()):,} weights"
-
-
-def keys_of(x: Tensor, metric: nn.Module) -> Tensor:
-    """Return the keys (B,m) of x. A user's own layers get a copy, as they may work in place."""
-    return metric(x if isinstance(metric, Metric) else x.clone())  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from otad.checks import refusing, require
 from otad.errors import InputError
+from otad.nets.base import Metric
 from otad.nets.inputs import Sizes, evaluating
 from otad.nets.layer_json import MODULES, describe, restore
 
@@ -200,6 +201,11 @@ def unwrapped(net: nn.Module) -> nn.Module:
             net = inner
         else:
             return net
+
+
+def keys_of(x: Tensor, metric: nn.Module) -> Tensor:
+    """Return the keys (B,m) of x. A user's own layers get a copy, as they may work in place."""
+    return metric(x if isinstance(metric, Metric) else x.clone())  # type: ignore[no-any-return]
 
 
 def _is_compiled(module: nn.Module) -> bool:
