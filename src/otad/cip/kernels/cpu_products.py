@@ -28,6 +28,11 @@ def compiled(**options):
     return decorate
 
 
+def called_by_compiled(**options):
+    """The same for a function that Python does not call: a way from there takes long to compile."""
+    return compiled(no_cpython_wrapper=True, **options)
+
+
 @compiled(fastmath=_SUMS)
 def sum_of_squares(numbers):
     total = numbers.dtype.type(0)
@@ -76,7 +81,7 @@ def multiply_rows(query, inputs, features, indices, values, squares, begin):
                     values[b, i, count + j] = cross[j, i]
 
 
-@compiled()
+@called_by_compiled()
 def fill_stack(query, inputs, features, rows, start, size, stack):
     """Compute some columns of a_1..a_K, z_1, c_2..c_K."""
     count, here = len(rows), query[start : start + size]
@@ -95,7 +100,7 @@ def fill_stack(query, inputs, features, rows, start, size, stack):
                 spread[t] = feature[t] - first[t]
 
 
-@compiled(fastmath=_SUMS)
+@called_by_compiled(fastmath=_SUMS)
 def add_products(stack, left, right, size, total):
     """Add the inner products of the K rows of the stack from `left` on with those from `right` on
     to `total` (K,K). Of a symmetric matrix those below the diagonal are enough.

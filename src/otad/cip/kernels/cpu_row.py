@@ -11,11 +11,10 @@ from collections import namedtuple
 
 import numpy as np
 
-from otad.cip.kernels.cpu_products import compiled
+from otad.cip.kernels.cpu_products import called_by_compiled, compiled
 from otad.cip.solution import Status
 
-LEFT_OVER = -1  # as a status
-_SOLVED, _RAISED = int(Status.SOLVED), int(Status.RAISED)
+LEFT_OVER, _SOLVED, _RAISED = -1, int(Status.SOLVED), int(Status.RAISED)  # statuses
 _INFINITY, _TINY = math.inf, float(np.finfo(float).tiny)
 _GUESSES, _REFINEMENTS = 8, 3  # as in `simplex_qp`
 _MOST_NEWTON_STEPS = 100
@@ -41,19 +40,20 @@ def solve_rows(
     potentials. Rows without a potential are left over unless `raises`. The results are the
     `multipliers` and `potentials` (B,K), `value`, the L that was `found`, `residual` and `status`
     (B,) and, unless it is empty, `sensitivity` (B,K,K), which is 0 before."""
-    work = memory_for(squares.shape[1])
+    work, left = memory_for(squares.shape[1]), 0
     for b in range(start, stop):
         center = read_products(values[b], squares[b], work)
         given = center, smoothness[b], convexity[b], limits, rule, consistent, raises
         status[b], found[b], value[b], residual[b], size = solve_row(given, work)
         for k in range(squares.shape[1]):
             multipliers[b, k], potentials[b, k] = work.weights[k], work.potentials[k]
+        left += status[b] == LEFT_OVER
         if status[b] != LEFT_OVER and len(sensitivity):
             invert(work, size, sensitivity[b])
-    return (status[start:stop] == LEFT_OVER).sum()
+    return left
 
 
-@compiled()
+@called_by_compiled()
 def memory_for(count):
     m, v, support = np.empty((10, count, count)), np.empty((16, count)), np.empty(count, np.int64)
     return Work(
@@ -63,7 +63,7 @@ def memory_for(count):
     )  # fmt: skip
 
 
-@compiled()
+@called_by_compiled()
 def read_products(values, squares, work):
     """Read the parts of `Gram`, as `Products.gram` does, and return |z_1|^2."""
     count = len(squares)
@@ -74,10 +74,10 @@ def read_products(values, squares, work):
             work.cross[i, j] = values[first + i, j] if i > 0 else 0.0
             work.images[i, j] = values[first + i, count + j] if i > 0 and j > 0 else 0.0
             work.offsets[i, j] = values[i, j] if first > 0 else 0.0
-    return float(values[first, count])
+    return np.float64(values[first, count])  # so that one `solve_row` is for all dtypes
 
 
-@compiled()
+@called_by_compiled()
 def solve_row(given, work):
     """Solve a row from its inner products. Multipliers and potentials stay in the working memory.
 
@@ -180,7 +180,7 @@ def solve_row(given, work):
     return status, high, value, residual, used
 
 
-@compiled()
+@called_by_compiled()
 def find_paths(work, flatness, errors):
     """Find the longest paths for 1 / M = `flatness`, and return whether no cycle is positive.
 
@@ -189,7 +189,7 @@ def find_paths(work, flatness, errors):
     return longest_paths(work, flatness, (0.0, 0.0)) or longest_paths(work, flatness, errors)
 
 
-@compiled()
+@called_by_compiled()
 def longest_paths(work, flatness, errors):
     """Find the longest paths, with weights lowered by the errors of `rise` and `bend`.
 
@@ -209,7 +209,7 @@ def longest_paths(work, flatness, errors):
     return worst <= 0
 
 
-@compiled()
+@called_by_compiled()
 def fill_weights(rise, bend, flatness, errors, weights):
     """Compute the weights of eq. (2), as `Constraints.weights` does."""
     error = errors[0] + errors[1] * abs(flatness)
@@ -219,7 +219,7 @@ def fill_weights(rise, bend, flatness, errors, weights):
         weights[i, i] = 0.0
 
 
-@compiled()
+@called_by_compiled()
 def greatest_flatness(work, errors):
     """Return the largest 1 / M without a positive cycle, by Newton's method.
 
@@ -258,7 +258,7 @@ def greatest_flatness(work, errors):
     return flatness
 
 
-@compiled()
+@called_by_compiled()
 def maximize(work, noise):
     """Maximize line . w - w^T gram w / 2 over the simplex, by the exchange of `simplex_qp`.
 
@@ -332,7 +332,7 @@ def maximize(work, noise):
     return size
 
 
-@compiled()
+@called_by_compiled()
 def center_values(values):
     """Subtract the mean of some values in place, and return it."""
     mean = 0.0
@@ -343,7 +343,7 @@ def center_values(values):
     return mean
 
 
-@compiled()
+@called_by_compiled()
 def find_gains(matrix, linear, level, support, size, weight, gains):
     for i in range(len(gains)):
         gains[i] = linear[i] - level
@@ -351,7 +351,7 @@ def find_gains(matrix, linear, level, support, size, weight, gains):
             gains[i] -= matrix[i, support[j]] * weight[j]
 
 
-@compiled()
+@called_by_compiled()
 def factorize(matrix, support, size, least, factor):
     """Compute the Cholesky factor of the `matrix` on the `support`.
 
@@ -370,7 +370,7 @@ def factorize(matrix, support, size, least, factor):
     return True
 
 
-@compiled()
+@called_by_compiled()
 def solve(factor, size, side):
     """Apply the inverse of the factorized matrix to a vector, in place."""
     for i in range(size):
@@ -383,7 +383,7 @@ def solve(factor, size, side):
         side[i] /= factor[i, i]
 
 
-@compiled()
+@called_by_compiled()
 def invert(work, size, sensitivity):
     """Write H_SS^-1 - r r^T / sum r into zeros, with the edge r = H_SS^-1 1 on the support S.
 
