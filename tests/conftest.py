@@ -41,8 +41,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of workers come first: at the end, where the processes of the suite share what is left,
-    each of them would start a cluster of its own."""
-    items.sort(key=lambda item: item.path != WORKERS)
+    each of them would start a cluster of its own. Others that need the fork server follow them."""
+    by_server = lambda item: "fork_server" in item.fixturenames  # noqa: E731
+    items.sort(key=lambda item: 0 if item.path == WORKERS else 1 if by_server(item) else 2)
 
 
 WORKERS = Path(__file__).with_name("test_workers.py")

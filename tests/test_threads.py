@@ -71,7 +71,9 @@ def test_a_setting_of_the_process_is_undone_by_the_last_thread_that_needs_it() -
 def test_both_ways_to_set_the_precision_of_torch_are_supported() -> None:
     code = """
         import os, traceback, torch, otad, otad.precision
-        otad.defend, otad.nets  # what they import is not imported again by each child
+        from otad.cip.kernels.cpu_products import sum_of_squares
+        # What these import is not imported again by each child.
+        otad.defend, otad.nets, sum_of_squares(torch.rand(3).numpy())
 
         def check(setting):
             exec("torch.backends." + setting)
