@@ -70,12 +70,15 @@ def test_a_setting_of_the_process_is_undone_by_the_last_thread_that_needs_it() -
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
 def test_both_ways_to_set_the_precision_of_torch_are_supported() -> None:
     code = """
-        import os, traceback, torch, otad, otad.precision
+        import itertools, os, traceback, torch, otad, otad.precision
         from otad.cip.kernels.cpu_products import sum_of_squares
         # What these import is not imported again by each child.
         otad.defend, otad.nets, sum_of_squares(torch.rand(3).numpy())
 
-        def check(setting):
+        def check(setting, is_first):
+            if not is_first:
+                with otad.precision.FULL_PRODUCTS:
+                    pass
             exec("torch.backends." + setting)
             backends = torch.backends
             places = backends.cuda.matmul, backends.cudnn.conv
@@ -89,23 +92,24 @@ def test_both_ways_to_set_the_precision_of_torch_are_supported() -> None:
             assert model(x).isfinite().all() and net(torch.rand(2, 1, 8, 8)).isfinite().all()
             assert now() == before, now()
 
-        for setting in (
+        settings = (
             "cuda.matmul.fp32_precision = 'tf32'",
             "cudnn.conv.fp32_precision = 'tf32'",
             "mkldnn.matmul.fp32_precision = 'bf16'",
             "mkldnn.conv.fp32_precision = 'bf16'",
             "mkldnn.fp32_precision = 'bf16'",
             "fp32_precision = 'tf32'",
-        ):
+        )
+        for setting, is_first in itertools.product(settings, (True, False)):
             child = os.fork()  # a setting may change others for good
             if child == 0:
                 try:
-                    check(setting)
+                    check(setting, is_first)
                 except BaseException:
                     traceback.print_exc()
                     os._exit(1)
                 os._exit(0)
-            assert os.waitpid(child, 0)[1] == 0, setting
+            assert os.waitpid(child, 0)[1] == 0, (setting, is_first)
     """
     run = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
     done = subprocess.run(run, capture_output=True, text=True, check=False)

@@ -42,6 +42,9 @@ def _unrounded() -> Iterator[None]:
     before = product_precision()
     first = _OLD[0] if before[0] in _OLD else "ieee"
     set_product_precision((first, *("ieee" for _ in before[1:])))
+    convolutions: Any = getattr(cudnn, "conv", None)  # older versions of torch have no such place
+    if convolutions is not None and convolutions.fp32_precision == "tf32":
+        convolutions.fp32_precision = "ieee"  # the old way left them to a setting for all
     try:
         yield
     finally:
