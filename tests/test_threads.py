@@ -81,12 +81,12 @@ def test_both_ways_to_set_the_precision_of_torch_are_supported() -> None:
                     pass
             exec("torch.backends." + setting)
             backends = torch.backends
-            places = backends.cuda.matmul, backends.cudnn.conv
+            places = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn
             places += backends.mkldnn.matmul, backends.mkldnn.conv
             now = lambda: [place.fp32_precision.replace("none", "ieee") for place in places]
             before, x = now(), torch.rand(20, 4)
             with otad.precision.FULL_PRODUCTS:
-                assert now() == ["ieee"] * 4, now()
+                assert now() == ["ieee"] * 5, now()
             model = otad.defend(None, x, torch.arange(20) % 3, inputs="pixels", scope="local")
             net = otad.nets.SOCNet((1, 8, 8), 3, widths=(4,)).eval()
             assert model(x).isfinite().all() and net(torch.rand(2, 1, 8, 8)).isfinite().all()

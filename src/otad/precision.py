@@ -42,9 +42,9 @@ def _unrounded() -> Iterator[None]:
     before = product_precision()
     first = _OLD[0] if before[0] in _OLD else "ieee"
     set_product_precision((first, *("ieee" for _ in before[1:])))
-    convolutions: Any = getattr(cudnn, "conv", None)  # older versions of torch have no such place
-    if convolutions is not None and convolutions.fp32_precision == "tf32":
-        convolutions.fp32_precision = "ieee"  # the old way left them to a setting for all
+    for place in _cudnn_places():
+        if place.fp32_precision == "tf32":  # the old way left it to a setting for all backends
+            place.fp32_precision = "ieee"
     try:
         yield
     finally:
@@ -57,8 +57,14 @@ FULL_PRODUCTS = ProcessWide(_unrounded)
 
 def _places() -> tuple[Any, ...]:
     backends: Any = torch.backends
-    products = backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul
+    products = backends.cuda.matmul, *_cudnn_places(), backends.mkldnn.matmul
     return *products, *_cpu_convolutions()
+
+
+def _cudnn_places() -> tuple[Any, ...]:
+    """Return the places of convolutions and recurrent layers; older versions have none."""
+    backend: Any = cudnn
+    return tuple(getattr(backend, name) for name in ("conv", "rnn") if hasattr(backend, name))
 
 
 def _cpu_convolutions() -> tuple[Any, ...]:

@@ -19,8 +19,8 @@ import otad
 from otad.attacks import L2, Linf
 from otad.cli.inputs import open_examples, open_inputs
 from otad.cli.options import read_radii, threat_to
-from otad.cli.sources import refuse_overwriting
-from otad.data import Dataset
+from otad.cli.sources import DataChoice, refuse_overwriting
+from otad.data import Dataset, load_h5ad
 from otad.errors import InputError
 
 
@@ -168,14 +168,21 @@ def test_cells_are_prepared_as_for_the_training() -> None:
     repeated = cells.copy()
     repeated.obs_names = ["cell 7"] * 60
     repeated.write_h5ad("repeated.h5ad")
-    message = terminal.refuse("explain", "model", "repeated.h5ad", "--row", "cell 7")
-    assert "'cell 7', the name of 60 rows" in message
+    assert "'0'" in terminal.refuse("explain", "model", "repeated.h5ad", "--row", "cell 7")
+    terminal.succeed("explain", "model", "repeated.h5ad", "--row", 7)
+    assert "cell 7" not in load_h5ad(Path("repeated.h5ad"), "kind").train_names
     cells[:, ["c", "a", "b"]].copy().write_h5ad("turned.h5ad")
     terminal.succeed("predict", "model", "turned.h5ad", "--out", "turned.csv")
     assert Path("turned.csv").read_text() == Path("all.csv").read_text()
     write_cells(Path("logs.h5ad"), np.log1p(counts), kind=names)
     message = terminal.refuse("predict", "model", "logs.h5ad", "--out", "x.csv")
     assert "cells: expected counts" in message
+    older = load_h5ad(Path("logs.h5ad"), "kind", normalize=True)
+    assert older.preparation is not None
+    card = older.preparation.to_json()
+    del card["counts"]  # as earlier versions wrote it, which normalized such values
+    read = DataChoice("logs.h5ad", 0, {"label": "kind"}).load(None, {"preparation": card})
+    assert torch.equal(read.test_x, older.test_x)
     cells[:, ["c", "a"]].copy().write_h5ad("short.h5ad")
     assert "1 of them: b" in terminal.refuse("predict", "model", "short.h5ad", "--out", "x.csv")
     Path("cells.csv").write_text("a,b,c\n1,2,3\n")

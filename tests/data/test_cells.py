@@ -68,6 +68,8 @@ def test_values_that_are_no_counts_are_not_normalized_again_in_silence() -> None
     for prepared in (prepare, again):
         with pytest.raises(InputError, match=message):
             prepared(logs)
+    wider = np.hstack([COUNTS, np.full((len(COUNTS), 1), 0.5)])
+    assert prepare(table(wider, (*GENES, "a score"))).isfinite().all()  # no gene of the model
     asked = CellPreparation.fit(logs, normalize=True)  # as for counts per volume
     values = np.log1p(COUNTS / 3)
     expected = log_normalized(values, float(np.median(values.sum(axis=1))))

@@ -121,8 +121,10 @@ def test_saving_says_that_the_code_of_a_parametrization_is_not_in_the_folder(
         net, fresh = normed(), normed()
     x = torch.rand(30, 4)
     model = otad.defend(net, x, torch.arange(30) % 3)
-    with pytest.warns(UserWarning, match=r"net: .*\.Sequential, but not its code: .*net=\.\.\."):
+    message = r"net: .*\.Sequential, but not its code: .*net=\.\.\."
+    with pytest.warns(UserWarning, match=message) as said:
         model.save(tmp_path / "model")
+    assert [one.filename for one in said] == [__file__]
     refuses(otad.load, tmp_path / "model", match=r"net: .*otad\.load\(folder, net=")
     assert torch.equal(otad.load(tmp_path / "model", net=fresh)(x), model(x))
     refuses(otad.nets.save_net, model.backbone, tmp_path / "net", match="net: .*needs code: torch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from otad.io import tensor_files
 from otad.io.tensor_files import fingerprint_of
 from otad.model.bank import FeatureBank
 from otad.model.defend import defend
+from otad.model.otad import OTAD
+from otad.nets import Backbone, fc_resnet
 
 N, D = 57, 5
 WIDTH = torch.linspace(-1, 1, 3 * D).view(3, D)
@@ -95,7 +98,11 @@ def test_only_a_bank_is_replaced_by_a_new_one(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for y in (images()[1], images()[1] + 1):
         assert torch.equal(build(path, y=y).labels, y)
-    labels = torch.arange(3)
+
+    def defended(net: Backbone | None, **options: Any) -> OTAD:
+        given = {"n_neighbors": 2, "bank_path": path, **options}
+        return defend(net, torch.eye(3), torch.arange(3), **given)
+
     for write in (
         lambda: path.write_text("the data of a user"),
         lambda: save_file({"inputs": torch.eye(3)}, path),
@@ -103,15 +110,18 @@ def test_only_a_bank_is_replaced_by_a_new_one(tmp_path: Path) -> None:
     ):
         write()
         before = path.read_bytes()
-        for build_other in (
-            lambda: FeatureBank.build(pytest.fail, *images(), fingerprint="x", path=path),
-            lambda: defend(
-                None, torch.eye(3), labels, inputs="pixels", n_neighbors=2, bank_path=path
-            ),
+        for name, build_other in (
+            ("path", lambda: FeatureBank.build(pytest.fail, *images(), fingerprint="x", path=path)),
+            ("bank_path", lambda: defended(None, inputs="pixels")),
+            ("bank_path", lambda: defended(fc_resnet((3,), 3, blocks=1))),
         ):
-            with pytest.raises(InputError, match=f"{path}: expected no file, or one of the format"):
+            with pytest.raises(InputError, match=f"^{name}: expected a new file, .*got {path}, "):
                 build_other()
             assert path.read_bytes() == before
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(InputError, match=r"got .*, a folder"):
+        defended(None, inputs="pixels")
 
 
 def test_file_is_mapped_and_never_changed(file: Path) -> None:

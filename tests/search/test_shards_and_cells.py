@@ -255,6 +255,6 @@ def test_a_search_of_other_points_is_refused(tmp_path: Path, monkeypatch) -> Non
     save_file(held, path, {"format": "other"})
     with pytest.raises(InputError, match="expected otad-ivf-lists"):
         IvfSearch(path, verify=False)
-    with pytest.raises(InputError, match="no file, or one of the format otad-ivf-lists, got other"):
+    with pytest.raises(InputError, match=r"path: .* of the format otad-ivf-lists, got .*, other"):
         build_lists(points, path, cells=5)
     assert load_file(path).keys() == held.keys()

@@ -164,8 +164,11 @@ def test_what_would_not_be_equal_is_refused(tmp_path) -> None:
             said.append(str(error.value))
         with pytest.raises(InputError, match="no other training"):
             train(make().double(), data, config, checkpoint_dir=tmp_path)
+        with pytest.raises(InputError, match="locked: expected a folder"):
+            train(make().double(), data, config, checkpoint_dir=tmp_path / "locked")
         return said
 
+    (tmp_path / "locked" / ".training.lock").mkdir(parents=True)
     with FileLock(tmp_path / ".training.lock"):
         for rank, said in enumerate(together(tmp_path / "two", refusals)):
             assert f"others in process [{1 - rank}] than in process {rank}" in said[0]

@@ -22,7 +22,7 @@ from otad.evaluate import ATTACKS, PRESETS
 from otad.evaluate import evaluate as evaluate_model
 from otad.evaluate.identity import DEFENDED, MAJORITY, MEAN_FEATURE, NET
 from otad.evaluate.records import FAIL, NOT_RUN, PASS, Evaluation
-from otad.evaluate.runner import PAGES
+from otad.evaluate.runner import REPORTS
 from otad.io.codec import to_plain
 from otad.model.folder import note_evaluation
 from otad.model.names import class_names_of
@@ -115,7 +115,7 @@ def evaluate(
     require(
         not card or defended, "--card", "a defended model", "a network alone, which has no card"
     )
-    results = [] if out == STDOUT else ["evaluation.json", *PAGES]
+    results = [] if out == STDOUT else ["evaluation.json", *REPORTS]
     check_out(out, force, as_json, results=results, started="parts")
     threat = opt.threat_to(model, norm, radius, immutable=immutable, unit=unit, scale=scale)
     examples = open_examples(model, input, targets=targets, data_dir=data_dir, rows=rows, seed=seed)

@@ -97,7 +97,9 @@ class DataChoice:
             more["encoding"] = TableEncoding.of(trained or {})
         elif path.is_dir() and trained is not None:
             more["channels"] = trained["input_shape"][0]
-        return read(path, seed=self.seed, **self.options, **more)
+        elif (card := (trained or {}).get("preparation")) and "counts" not in card:
+            more["normalize"] = True  # cells of an earlier version, which had this default
+        return read(path, seed=self.seed, **more | self.options)
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class CellPreparation:
         """
         counts = normalize is None
         if counts:
-            _check_counts(cells)
+            _check_counts(cells.values)
         from sklearn.utils.sparsefuncs import mean_variance_axis  # loads pandas, too
 
         mean, variance = mean_variance_axis(cells.values.astype(np.float64), axis=0)
@@ -176,12 +176,13 @@ class CellPreparation:
         missing = [gene for gene in self.genes if gene not in position]
         without = f"cells without {len(missing)} of them: {', '.join(missing[:5])}"
         require(not missing, "cells", f"the {len(self.genes)} genes of the preparation", without)
+        columns = [position[gene] for gene in self.genes]
         if self.counts:
-            _check_counts(cells)
+            _check_counts(cells.values[:, columns])
         wide = self.scaling.mean.dtype == torch.float64
         raw = cells.values.astype(np.float64 if wide else np.float32)
         values = _log_normalize(raw, self.target_sum)
-        chosen = values[:, [position[gene] for gene in self.genes]].toarray()
+        chosen = values[:, columns].toarray()
         scaled = self.scaling(torch.from_numpy(chosen).to(self.scaling.mean))
         return scaled.float().clamp(-self.clip, self.clip)
 
@@ -203,10 +204,9 @@ class CellPreparation:
         return cls(tuple(card["genes"]), card["target_sum"], scaling, card["clip"], card["counts"])
 
 
-def _check_counts(cells: CellTable) -> None:
+def _check_counts(values: sparse.csr_matrix) -> None:
     """Refuse values that are probably normalized already."""
-    values = cells.values.data
-    others = values[values != np.rint(values)][:1]
+    others = values.data[values.data != np.rint(values.data)][:1]
     remedy = "give counts, or train with normalize=False (--no-normalize) on values that are "
     remedy += "normalized already, or normalize=True (--normalize) on others"
     found = f"{others.item():g}: {remedy}" if len(others) else ""
@@ -230,6 +230,8 @@ def _log_normalize(values: sparse.csr_matrix, target_sum: float | None) -> spars
 
 def read_h5ad(path: Path, label: str | None = None, *, may_miss: bool = False) -> CellTable:
     """Read the matrix X, the names of cells and genes and, if asked for, a column of labels.
+
+    If two cells have the same name, the names are left out.
 
     It needs the extra `singlecell`.
 
@@ -283,7 +285,7 @@ def read_h5ad(path: Path, label: str | None = None, *, may_miss: bool = False) -
         require(not unknown, str(path), f"a value of {label!r} for every cell", "missing ones")
         labels = tuple(str(value) for value in cells[label])
     genes, names = (tuple(map(str, index)) for index in (content.var_names, content.obs_names))
-    return CellTable(values, genes, labels, names)
+    return CellTable(values, genes, labels, names if len({*names}) == len(names) else ())
 
 
 def _check_contents(path: Path) -> None:

@@ -47,7 +47,7 @@ from otad.scores import Score, score_of
 from otad.workers import Workers, working
 
 UNDEFENDED = "undefended"  # the folder of the network alone
-PAGES = ("report.html", "report.md")  # which `otad evaluate` and `otad report` write to a folder
+REPORTS = ("report.html", "report.md")  # of an evaluation, in its folder
 ATTACKER_KNOWS = {
     True: "everything: the training set, the network and its head, the metric, K, L, l, "
     "the rule for potentials and the rule for ties",
@@ -264,9 +264,9 @@ def evaluate(
         tensors = {"rows": rows, "inputs": run.inputs[rows]}
         write_tensors(place / "adversarial.safetensors", tensors, {"data": run.data})
         found.write(place / "evaluation.json")
-        if old := " and ".join(str(place / name) for name in PAGES if (place / name).exists()):
-            remedy = "remove it, or write it again by `otad report`"
-            warnings.warn(f"folder: {old} shows an earlier evaluation: {remedy}", stacklevel=5)
+        for old in (place / name for name in REPORTS if (place / name).exists()):
+            remedy = "remove it, or write it again by `otad report --out`"
+            warnings.warn(f"{old} may show an earlier evaluation: {remedy}", stacklevel=5)
         if alone is not None:
             alone.write(place / UNDEFENDED / "evaluation.json")
     return found

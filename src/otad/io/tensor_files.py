@@ -115,14 +115,15 @@ def map_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise InputError(f"{path}: expected a safetensors file, got: {found}") from error
 
 
-def refuse_other_file(path: Path, kind: str) -> None:
+def refuse_other_file(path: Path, kind: str, name: str) -> None:
     """Refuse to replace a file unless it is a sealed file of this format."""
     if path.exists():
-        found = "something else"
+        found = "a file without whole tensors" if path.is_file() else "a folder"
         if path.is_file():
             with suppress(InputError):
                 found = map_sealed(path)[1].get("format", "other tensors")
-        require(found == kind, str(path), f"no file, or one of the format {kind}", found)
+        expected = f"a new file, or one of the format {kind}"
+        require(found == kind, name, expected, f"{path}, {found}")
 
 
 def check_seal(path: Path) -> None:

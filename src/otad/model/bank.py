@@ -127,7 +127,7 @@ class FeatureBank:
         labels = y.to("cpu", wide if y.is_floating_point() else torch.int64)
         _check_labels(labels, len(x))
         if path is not None:
-            tensor_files.refuse_other_file(Path(path), FORMAT)
+            tensor_files.refuse_other_file(Path(path), FORMAT, "path")
         with progress_bar("building the bank", progress) as report:
             blocks = _transported(transport, x, batch_size, dtype, report)
             first = next(blocks)

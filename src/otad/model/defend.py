@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from otad.checks import check_choice, check_shape, check_weights, require
+from otad.checks import check_choice, check_shape, check_weights, naming, require
 from otad.cip.whole_bank.lifted_bank import least_lipschitz
 from otad.cip.whole_bank.potential import Progress
 from otad.data.dataset import warn_of_labels
@@ -165,16 +165,17 @@ def defend(
     if isinstance(backbone, PrototypeNet) and made.path == "inputs":
         bank = _stored(backbone.bank(bank_dtype), bank_path)
     else:
-        bank = FeatureBank.build(
-            transport,
-            rows,
-            targets,
-            fingerprint=fingerprint_of(backbone, {"x": rows, "y": targets}),
-            batch_size=batch_size,
-            dtype=bank_dtype,
-            path=bank_path,
-            progress=progress,
-        )
+        with naming(path="bank_path"):
+            bank = FeatureBank.build(
+                transport,
+                rows,
+                targets,
+                fingerprint=fingerprint_of(backbone, {"x": rows, "y": targets}),
+                batch_size=batch_size,
+                dtype=bank_dtype,
+                path=bank_path,
+                progress=progress,
+            )
         if not isinstance(net, Backbone):
             _warn_of_other_labels(backbone, bank)
             _warn_of_randomness(backbone, rows[:RANDOM_ROWS].to(device))
@@ -297,7 +298,7 @@ def _stored(bank: FeatureBank, path: str | None) -> FeatureBank:
     """Return the bank, after it was written to the file at `path` and mapped from it."""
     if path is None:
         return bank
-    refuse_other_file(Path(path), FORMAT)
+    refuse_other_file(Path(path), FORMAT, "bank_path")
     bank.save(path)
     return FeatureBank.load(path, verify=False)
 

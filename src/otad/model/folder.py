@@ -101,7 +101,7 @@ def write_model(
         for name in classes_of_user([card["backbone"], card.get("metric")]):
             only = f"the folder has the weights of {name}, but not its code"
             give = "load it by otad.load(folder, net=...), with a module that is built alike"
-            warnings.warn(f"net: {only}: {give}", stacklevel=3)
+            warnings.warn(f"net: {only}: {give}", stacklevel=4)
         _sealed_text(card)  # refuses notes that are not plain before anything is written
         card["bank"]["checksum"] = bank.save(folder / bank_file, shards=shards)
         for name, (held, header) in files.items():

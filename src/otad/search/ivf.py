@@ -70,7 +70,7 @@ def build_lists(
     cells = min(math.ceil(4 * math.sqrt(count)), max(1, count // 8)) if cells is None else cells
     expected = f"at most {count}, the number of points"
     require(check_count(cells, "cells") <= count, "cells", expected, cells)
-    tensor_files.refuse_other_file(path := Path(path), FORMAT)
+    tensor_files.refuse_other_file(path := Path(path), FORMAT, "path")
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(count, generator=generator)[: PER_CELL * cells].sort().values
     sample = gathered(points, chosen).cpu().double()

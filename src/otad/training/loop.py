@@ -9,7 +9,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from otad.checks import refusing, require
+from otad.errors import InputError
 from otad.io.codec import digest_of
 from otad.io.files import locked
 from otad.nets.orthogonal import retract
@@ -148,9 +149,15 @@ class Training(ABC, Generic[AnyNet, AnyRecord]):
 
     @contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
-        is_first = self.processes.rank == 0
-        lock = locked(path.with_name(LOCK), wait=False) if is_first else nullcontext(True)
-        with lock as is_free:
+        is_free, error = True, None
+        with ExitStack() as held:
+            if self.processes.rank == 0:
+                try:
+                    is_free = held.enter_context(locked(path.with_name(LOCK), wait=False))
+                except InputError as found:
+                    error = found
+            if self.processes.first_says(error is not None):  # so that no process waits for another
+                raise error or InputError(f"{path.parent}: expected a folder that can be written")
             place = f"{path.parent}, in which another one runs"
             is_free = self.processes.first_says(is_free)
             require(is_free, "checkpoint_dir", "no other training", place)
