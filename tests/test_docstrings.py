@@ -7,18 +7,11 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-
-from otad.attacks import ATTACKS
-from otad.baselines import Purifier
-from otad.data import registry
-from otad.nets import Backbone, Metric
-from otad.nets.pretrained import _BUILDERS
+import registries
 
 PACKAGES = [
     "otad",
@@ -40,10 +33,6 @@ PACKAGES = [
     "otad.serve",
     "otad.training",
 ]
-REGISTRIES: list[dict[str, Any]] = [
-    ATTACKS, registry._INFOS, Backbone.family._kinds, Metric.family._kinds, _BUILDERS,
-    Purifier.family._kinds,
-]  # fmt: skip  # examples may add to them
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -110,9 +99,7 @@ def test_examples_run(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         texts |= {f"{where}.{name}": inspect.getdoc(one) or "" for name, one in members(thing)}
     monkeypatch.chdir(tmp_path)
     runner, failures = doctest.DocTestRunner(optionflags=OPTIONS, verbose=False), list[str]()
-    with ExitStack() as restored:
-        for known in REGISTRIES:
-            restored.enter_context(patch.dict(known))
+    with registries.restored():
         for name, text in texts.items():
             globs = {"__name__": "__main__"}
             examples = doctest.DocTestParser().get_doctest(text, globs, name, name, 0)

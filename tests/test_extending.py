@@ -6,16 +6,17 @@ The code blocks of the page are saved as modules and used through the public int
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import factories
 import pytest
+import registries
 import torch
 from typer.testing import CliRunner
 
 import otad
-from otad.attacks import ATTACKS
 from otad.cip import ExactCip
 from otad.cli.main import main
 
@@ -25,12 +26,13 @@ BLOCKS = dict(re.findall(BLOCK, PAGE.read_text(encoding="utf-8"), re.DOTALL))
 
 
 @pytest.fixture
-def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the files of the page, on the path that modules are imported from."""
     for name, text in BLOCKS.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    with registries.restored():
+        yield tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +47,13 @@ def test_the_page_shows_every_extension() -> None:
 
 def test_an_attack(written: Path, model: otad.OTAD) -> None:
     import_module("my_attack")
-    try:
-        x, threat = factories.queries(model, 6), otad.L2(0.4, bounds=(0.0, 1.0))
-        labels = model(x).argmax(1)
-        alone = {"flags": False, "undefended": False}
-        found = otad.evaluate(model, x, labels, threat, attacks=["darken"], **alone)
-        darker = threat.project(torch.zeros_like(x), x)
-        right = (model(darker).argmax(1) == labels).double().mean()
-        assert found.per_attack["darken"] == pytest.approx(float(right))
-    finally:
-        del ATTACKS["darken"]
+    x, threat = factories.queries(model, 6), otad.L2(0.4, bounds=(0.0, 1.0))
+    labels = model(x).argmax(1)
+    alone = {"flags": False, "undefended": False}
+    found = otad.evaluate(model, x, labels, threat, attacks=["darken"], **alone)
+    darker = threat.project(torch.zeros_like(x), x)
+    right = (model(darker).argmax(1) == labels).double().mean()
+    assert found.per_attack["darken"] == pytest.approx(float(right))
 
 
 def test_a_solver(written: Path, model: otad.OTAD) -> None:
